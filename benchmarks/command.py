@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import os
 import sys
@@ -78,8 +77,7 @@ def run_scatter(args, chosen, peers, repeats, found):
 
 def run_block(args, chosen, peers, repeats, found):
     how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
-    ways = itertools.product(args.exchange or ("auto",), args.chunks or (1,))
-    hows = [dataclasses.replace(how, exchange=name, chunks=chunks, overlap=args.overlap) for name, chunks in ways]
+    hows = [dataclasses.replace(how, exchange=name, overlap=args.overlap) for name in args.exchange or ("auto",)]
     return block.rows(chosen, hows, few_warmups(repeats), found, args.tokens)
 
 
@@ -112,7 +110,7 @@ BENCHMARKS = {
         BLOCKS,
         ((block.SONIC,), (block.TORCH,)),
         ("bf16", "fp8"),
-        (*ON_MESH, "tokens", "kernels", "chunks", "overlap"),
+        (*ON_MESH, "tokens", "kernels", "overlap"),
     ),
     "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
@@ -162,7 +160,6 @@ def parser() -> argparse.ArgumentParser:
     add("kernels", "the implementation of the kernels", choices=("auto", *IMPLEMENTATIONS), default="auto")
     add("exchange", "how tokens reach the ranks of their experts, auto without it; block: repeatable", action="append",
         choices=EXCHANGES, metavar="NAME")  # fmt: skip
-    add("chunks", "the option of moax.moe, 1 without it; repeatable", type=int, action="append", metavar="N")
     add("overlap", "compile with moax.OVERLAP_OPTIONS", action="store_true")
     add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
     add("buffer-factor", "the argument of moax.moe, 1.25 without it; none: the worst case", type=factor, default=1.25,

@@ -67,7 +67,7 @@ class Case:
       seed: the seed of the block, and with a draw that of the values.
       config: the block.
       tokens: T.
-      recipe, buffer_factor, chunks: options of `moax.moe`.
+      recipe, buffer_factor: options of `moax.moe`.
       given: None, "experts", or "weights" for experts with weights: what the caller gives in place of a routing.
       masked: whether there is a mask; tokens of padding are full of NaN.
       quantized: whether `moax.quantize_params` quantizes the weights.
@@ -85,7 +85,6 @@ class Case:
     quantized: bool
     remat: bool
     way: str
-    chunks: int
 
     def __str__(self) -> str:
         c = self.config
@@ -94,7 +93,6 @@ class Case:
         ]
         words += [str(c.activation), f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
         words += [f"buffer={self.buffer_factor}"] * (self.buffer_factor != 1.25)
-        words += [f"chunks={self.chunks}"] * (self.chunks > 1)
         words += [f"given={self.given}"] * (self.given is not None)
         flags = dict(bias=c.use_bias, mask=self.masked, quantized=self.quantized, remat=self.remat)
         return " ".join([*words, *(name for name, on in flags.items() if on)])
@@ -145,7 +143,6 @@ def draw(seed: int, tiny: bool = False) -> Case:
         quantized=recipe is not None and chance(0.4),
         remat=chance(0.3),
         way=str(rng.choice(["plain", "scan", "vmap"], p=[0.6, 0.2, 0.2])),
-        chunks=2 if chance(0.2) else 1,
     )
 
 
@@ -200,7 +197,7 @@ def gradients(f: Callable, params, x, weights, dy) -> dict[str, Any]:
 
 def by_moax(case: Case, kernels: str) -> Callable[[dict], dict]:
     """Returns the function of the inputs that runs the block by an implementation, over all layers."""
-    how = dict(recipe=case.recipe, buffer_factor=case.buffer_factor, chunks=case.chunks)
+    how = dict(recipe=case.recipe, buffer_factor=case.buffer_factor)
     options = moax.Options(kernels=kernels, **how)
 
     def one(inputs: dict) -> dict:
@@ -369,9 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     start, rows, died = time.monotonic(), [], False
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, take_gpu, (spawn.Value("i", 0), args.gpus))
-    # Two chunks compile twice the kernels: these start first, so that none is left at the end.
-    longest = sorted(seeds, key=lambda seed: -draw(seed, args.tiny).chunks)
-    waiting = [pool.submit(run_seed, seed, indices, args.kernels, args.tiny) for seed in longest]
+    waiting = [pool.submit(run_seed, seed, indices, args.kernels, args.tiny) for seed in seeds]
     try:
         for done in concurrent.futures.as_completed(waiting, args.seconds):
             for row in done.result():

@@ -78,7 +78,6 @@ class How:
     recipes: tuple[str, ...] = PLAIN
     kernels: str = "auto"
     exchange: str = "auto"
-    chunks: int = 1
     overlap: bool = False
     peers: tuple[str, ...] = ()
     buffer_factor: float | None = 1.25
@@ -95,7 +94,7 @@ class How:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `moax.moe`, and of its compiler, that a row of a mesh tells."""
-        names = ("exchange", "chunks", "overlap", "buffer_factor")
+        names = ("exchange", "overlap", "buffer_factor")
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
@@ -112,7 +111,6 @@ class How:
             "tokens": sorted(tokens or block.tokens),
             "kernels": self.kernels,
             "exchange": self.exchange,
-            "chunks": self.chunks,
             "overlap": self.overlap,
             "buffer_factor": self.buffer_factor,
             "mesh": self.sizes,
@@ -148,7 +146,7 @@ def rows(
                 row.extra |= how.options if impl == OURS else {}
             beside(row, known[row.case, row.direction])
             if how.mesh and impl == OURS:
-                row.case += f" {how.exchange} chunks={how.chunks}"
+                row.case += f" {how.exchange}"
             yield row
 
 

@@ -1,9 +1,9 @@
 """This program measures one layer in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "chunks", "overlap",
-"buffer_factor", "mesh": {axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program
-compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
-{"tokens", "memory", "fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
+REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "overlap", "buffer_factor",
+"mesh": {axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program compiles, prints
+READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
+"fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
 
 With {"loads": [[imbalance, buffer_factor], ..]} it prints such a line for each of them too, with "load" and without
 "fwd". The routing is then an operand (`imbalance.choose_experts`), so that all imbalances run one program, and fwd+bwd
@@ -121,7 +121,7 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
 def options_of(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `moax.moe` that a request names."""
     recipe = request["recipe"].removesuffix("+kept")
-    names = ("kernels", "exchange", "chunks", "buffer_factor")
+    names = ("kernels", "exchange", "buffer_factor")
     return {"recipe": None if recipe == "none" else recipe} | {n: request[n] for n in names if n in request}
 
 

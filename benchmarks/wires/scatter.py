@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from benchmarks.block.block import Block
 from benchmarks.report import Row, why
 from benchmarks.timing import Repeats, call_time
-from moax.block.moe import make_plan
+from moax.block.plan import make_plan
 from moax.config import Options
 from moax.inspect import collectives, total_bytes
 from moax.mesh.axes import Axes, make_mesh

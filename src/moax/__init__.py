@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from moax import lora as lora
     from moax import ops as ops
     from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-    from moax.block.layer import moe as moe
-    from moax.block.layer import quantize_params as quantize_params
+    from moax.block.moe import moe as moe
+    from moax.block.moe import quantize_params as quantize_params
     from moax.checks import Unsupported as Unsupported
     from moax.config import MoEConfig as MoEConfig
     from moax.config import MoEStats as MoEStats
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "moax.block.experts": ("CHECKPOINT_NAMES",),
-    "moax.block.layer": ("moe", "quantize_params"),
+    "moax.block.moe": ("moe", "quantize_params"),
     "moax.checks": ("Unsupported",),
     "moax.config": ("MoEConfig", "MoEStats", "Options", "RouterConfig"),
     "moax.mesh.axes": ("Axes", "make_mesh"),

@@ -205,10 +205,6 @@ class Options:
         dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
         once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
         has the dtype of the parameter.
-      chunks: the number of independent chunks of a device's tokens. XLA can overlap the dispatch and the combine of one
-        chunk with the matmuls of another. Weights are quantized and gathered, and their gradients scattered, once for
-        all chunks. Each chunk has its own buffers, overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the
-        most rounds of any chunk. With `capacity_factor` more than one chunk raises `moax.Unsupported`.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -222,7 +218,6 @@ class Options:
     buffer_factor: float | None = 1.25
     save_rows: bool = True
     grad_reduce_dtype: DTypeLike | None = None
-    chunks: int = 1
 
     def __post_init__(self):
         get_recipes(self.recipe)
@@ -248,7 +243,6 @@ class OptionKeywords(TypedDict, total=False):
     buffer_factor: float | None
     save_rows: bool
     grad_reduce_dtype: DTypeLike | None
-    chunks: int
 
 
 class MoEStats(NamedTuple):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.layer import CallKeywords, moe, quantize_params
+from moax.block.moe import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig, MoEStats, Options
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes

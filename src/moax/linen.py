@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.layer import CallKeywords
+from moax.block.moe import CallKeywords
 from moax.config import MoEConfig, MoEStats, Options
 from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, struct
 from moax.layers import linen as nn
@@ -87,7 +87,6 @@ class MoEBlock(MoELayer, nn.Module):
     param_dtype: jax.typing.DTypeLike = jnp.float32
     logical_axes: LogicalAxes | None = None
     initializers: Mapping[str, Initializer] | None = None
-    chunks: int = 1
 
     @nn.compact
     def __call__(

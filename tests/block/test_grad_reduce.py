@@ -153,7 +153,7 @@ def test_bfloat16_parameters(reduce):
 
 
 @pytest.mark.more
-def test_passes_sum_in_float32():
+def test_rounds_sum_in_float32():
     """Breaks if the gradients of a step in several passes are added in bfloat16."""
     params, x = make_params(CONFIG), random(1, 256, CONFIG.d_model).astype(jnp.bfloat16)
     dy = cotangent(x.shape)

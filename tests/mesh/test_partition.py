@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, Unsupported
-from moax.block.layer import moe
+from moax.block.moe import moe
 from moax.inspect import collectives
 from moax.kernels.xla import gather_shard, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes

@@ -1,400 +1,385 @@
-"""The experts of a block on one device: forward and backward, each a chain of steps in two halves.
+"""`moax.moe` is the whole block: the router, the experts, and the shared expert.
 
-    x [T, H] --route--> experts [T, K], weights [T, K]
-       |                        |
-       +------ dispatch --------+        received rows [R, H], local experts [R, K], weights [R, K]
-                  |
-          permute, quantize              rows sorted by expert [N, H]
-                  |
-              expert_up                  h [N, G, F] = rows wi
-                  |
-          activate, quantize             a [N, F]
-                  |
-             expert_down                 o [N, H] = a wo
-                  |
-              unpermute                  partial y [R, H], weighted
-                  |
-               combine                   y [T, H]
+routing = route(x router)
+y[t]    = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t])
 
-Two names on one line are one step, which an implementation may compute in one kernel. The router runs before the chain.
-`forward_up` ends with h, and `forward_down` begins there. `experts.py` runs the dispatch and both halves for the chunks
-of a device's tokens on a mesh, and again for tokens that find no room in the buffers. `layer.py` has `moax.moe`.
+Latent experts read x[t] latent_down, and their sum is multiplied by latent_up. A caller may give the routing:
 
-`make_plan`, below the chain, decides all that is static: transport, implementation and the sizes of all buffers.
+    experts [..., K] are given       the router's scores give their weights: replay, or hash routing
+    experts and weights are given    the router does not run: a router of the caller's own
+
+With E = 4, K = 2 and the experts (2, 2) and weights (0.3, 0.7) of a token, the token goes to expert 2 once, with the
+weight 1.0, and the second place is (4, 0.0): no expert.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import Unsupported
-from moax.config import MoEConfig, Options
-from moax.exchange import AUTO, TRANSPORTS
-from moax.exchange.transport import ExchangeSpec, allot_slots
-from moax.kernels import DEFAULT, Operand, Role, implementation, select_kernels
-from moax.kernels.groups import Groups, allot_rows, scale_rows
-from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import mask_to_first_rank
-from moax.mesh.specs import Spec
-from moax.ops.activation import activation_of
-from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
-from moax.ops.permutation import (
-    PermuteSpec,
-    permute_forward,
-    plan_rows,
-    sorted_rows,
-    unpermute_forward,
-    weights_from_rows,
+from moax.block.experts import apply_experts
+from moax.block.plan import BlockPlan, make_plan
+from moax.block.rounds import Quantized
+from moax.block.small_terms import Weights
+from moax.checks import Unsupported, check_arrays, check_value
+from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
+from moax.exchange import AUTO, select_transport
+from moax.lora import Adapters, check_adapters, scaled
+from moax.mesh.specs import (
+    MeshView,
+    constrain,
+    find_mesh_view,
+    find_token_dims,
+    flatten_tokens,
+    unflatten_tokens,
 )
-from moax.ops.weights import WeightSpec
-from moax.params import MoEParams
-from moax.recipe import FULL, Recipes, get_recipes
-from moax.types import Plan, Received, SendPlan
+from moax.ops.activation import activate
+from moax.ops.balance import BINS, keep_ids, split_ids
+from moax.ops.matmul import dense
+from moax.ops.router import route, router_logits
+from moax.ops.weights import QuantizedWeight, quantize_weight
+from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
+from moax.recipe import describe_recipes, get_recipes
+from moax.types import QuantizedParams, Routing
+
+Ids = Integer[Array, "*batch K"]
+RoutingInput = Routing | tuple[Ids, Float[Array, "*batch K"]] | Ids
 
 
-class Weights[Leaf](NamedTuple):
-    """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None.
+class CallKeywords(TypedDict, total=False):
+    """The keywords of `moax.moe` that belong to one call and its tokens, as a layer's call takes them."""
 
-    The other fields come from `moax.lora.Adapters`, or are None. Gradients of frozen wi and wo are None.
-    """
-
-    wi: Leaf
-    wo: Leaf
-    bi: Leaf | None = None
-    bo: Leaf | None = None
-    wi_a: Any = None
-    wi_b: Any = None
-    wo_a: Any = None
-    wo_b: Any = None
+    router_input: Float[Array, "*batch H"] | None
+    quantized: QuantizedParams | None
+    adapters: Adapters[Array] | None
+    routing: RoutingInput | None
+    mask: Bool[Array, "*batch"] | None
+    segment_ids: Integer[Array, "*batch"] | None
+    return_routing: bool
 
 
-class Residuals(NamedTuple):
-    """The arrays that forward leaves to backward, on one device.
+def moe(
+    x: Float[Array, "*batch H"],
+    params: MoEParams[Array],
+    config: MoEConfig,
+    options: Options = Options(),
+    *,
+    router_input: Float[Array, "*batch H"] | None = None,
+    routing: RoutingInput | None = None,
+    mask: Bool[Array, "*batch"] | None = None,
+    segment_ids: Integer[Array, "*batch"] | None = None,
+    return_routing: bool = False,
+    quantized: QuantizedParams | None = None,
+    adapters: Adapters[Array] | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> tuple[Float[Array, "*batch H"], MoEStats]:
+    """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
 
-    Attributes:
-      rows: the sorted rows, as the implementation's `wgrad` takes them; None where backward sorts them again.
-      h: [N, G, F], the input of the activation.
-      plan: the permutation of the received rows.
-      row_weights: [N] f32, the routing weight of each sorted row, 0 in padding.
-      sent: the plan of the transport, `Received.slots`.
-      overflow: [3] i32, the rounds that are left, see `experts.py`; None where there are none by any routing.
-    """
-
-    rows: Operand | None
-    h: Float[Array, "N G F"]
-    plan: Plan
-    row_weights: Float[Array, " N"]
-    sent: Int[Array, " C"] | SendPlan | None
-    overflow: Int[Array, " 3"] | None = None
-
-
-def forward_up(
-    p: BlockPlan, at: Round, received: Received, w: Weights[Array], wi: Operand, *, keep: bool, start=0
-) -> tuple[Residuals, Groups, Operand | None]:
-    """Runs the first half of the chain, with wi gathered for products over rows, and the biases and adapters of `w`.
-
-    The round has the sorted rows from `start` on, and `keep` saves rows for the gradient of wi. Returns the residuals,
-    the groups of the sorted rows, and a if one kernel computes h and a.
-    """
-    # The barriers keep XLA from running a kernel twice whose result a scan stores.
-    plan, row_weights = lax.optimization_barrier(plan_rows(at.permute, received.experts, received.weights, start))
-    sizes, num_rows = plan.group_sizes, plan.gather_idx.shape[0]
-    groups = implementation(p.kernels).find_groups(sizes, at.permute.align, num_rows, p.expected)
-    rows, columns = permute_quantize(p, received.rows, plan, groups, "x", columns=keep)  # [N, H]
-    h, a = expert_up(p, rows, columns, wi, w, groups)  # [N, G, F]
-    saved = Residuals(columns if keep else None, lax.optimization_barrier(h), plan, row_weights, received.slots)
-    return saved, groups, a
-
-
-def forward_down(
-    p: BlockPlan, at: Round, received: Received, saved: Residuals, groups: Groups, a: Operand | None,
-    w: Weights[Array], wo: Operand,
-) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:  # fmt: skip
-    """Runs the second half of the chain.
-
-    Returns y [T, H], a partial sum where tp splits F; and the assignments that found no room in any round [1].
-    """
-    a = activate(p, saved, groups) if a is None else a  # [N, F]
-    o = expert_down(p, a, saved, wo, w, groups)  # [N, H]
-    weights = received.weights if p.config.weights_at == "output" else None
-    partial = unpermute_forward(at.permute, o, saved.plan, weights)  # [R, H]
-    y = combine_forward(at.exchange, partial, received.slots)  # [T, H]
-    # XLA would merge the sum of returned rows with a sum of the caller, in another order.
-    return lax.optimization_barrier(y), received.dropped + saved.plan.dropped
-
-
-def backward_down(
-    p: BlockPlan, at: Round, saved: Residuals, groups: Groups, x: Array | None, w: Weights[Array], wo: Operand,
-    dy: Float[Array, "T H"], total: Weights[Any],
-) -> tuple[tuple[Operand, Array | None, Array], Weights[Any]]:  # fmt: skip
-    """Runs the second half of the chain reversed, with wo gathered for products over columns.
-
-    d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
-    <d_a, a>, which needs a and not o, so forward does not save o. The tokens x are read where no rows were saved.
-
-    Returns what `backward_up` takes, and the gradients of the gathered weights, added to `total`.
-    """
-    columns, plan, sent = saved.rows, saved.plan, saved.sent
-    if columns is None and x is not None:
-        received = combine_backward(at.exchange, x, sent)  # the rows that dispatch delivered
-        columns = permute_quantize(p, received, plan, groups, "x", rows=False)[1]  # [N, H]
-    d_partial = combine_backward(at.exchange, dy, sent)  # [R, H]
-    d_o, d_o_columns = permute_quantize(p, d_partial, plan, groups, "dy", columns=not p.frozen)  # [N, H]
-    d_a, of_bo, d_bo, *d_wo_ab = expert_down_grad(p, d_o, d_partial, saved, wo, w, groups)  # [N, F]
-    a, d_h, d_h_columns, d_h_plain, inner = activate_grad(p, saved, d_a, w, groups)  # [N, F], [N, G F], [N]
-    d_wo = weight_grad(p, "expert_down", a, d_o_columns, groups, total.wo)  # [N, F]^T [N, H]
-    d_wi = weight_grad(p, "expert_up", columns, d_h_columns, groups, total.wi)  # [N, H]^T [N, G F]
-    d_bi = None if w.bi is None or d_h_plain is None else implementation(p.kernels).bias_grad(d_h_plain, groups)
-    d_low, *d_wi_ab = low_rank_grad(p, columns, w.wi_a, w.wi_b, d_h_plain, groups)
-    small = map(_add, total[2:], (d_bi, d_bo, *d_wi_ab, *d_wo_ab))
-    return (d_h, d_low, inner if of_bo is None else inner + of_bo), Weights(d_wi, d_wo, *small)
-
-
-def backward_up(
-    p: BlockPlan, at: Round, saved: Residuals, groups: Groups, grads: tuple[Operand, Array | None, Array], wi: Operand
-) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
-    """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
-    d_h, d_low, inner = grads
-    with jax.named_scope("expert_up"):  # [N, G F] [E, H, G F]^T
-        d_rows = implementation(p.kernels).matmul(d_h, wi, groups, p.dtype, transpose=True)
-        d_rows = d_rows if d_low is None else d_rows + d_low  # [N, H]
-    received = unpermute_forward(at.permute, d_rows, saved.plan), weights_from_rows(saved.plan, inner)  # [R, H], [R, K]
-    dx, d_weights = dispatch_backward(at.exchange, saved.sent, *received)
-    return lax.optimization_barrier(dx), d_weights
-
-
-def permute_quantize(
-    p: BlockPlan, received: Float[Array, "R H"], plan: Plan, groups: Groups, role: Role, **wanted: bool
-) -> tuple[Operand, Operand]:
-    """Returns the sorted rows for a product over columns and for wgrad; `wanted` says which the caller takes."""
-    recipe, gathers = (p.recipe.wi, p.gathers_x) if role == "x" else (p.recipe.wo, p.gathers_dy)
-    plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
-    wanted = wanted | {"columns": False} if plain else wanted
-    rows, columns = implementation(p.kernels).quantize_for_matmul(
-        received, recipe, role, groups, p.axes.tokens, gather_idx=plan.gather_idx, in_products=gathers, **wanted
-    )
-    return rows, permute_forward(p.first.permute, received, plan, groups) if plain else columns
-
-
-def expert_up(p: BlockPlan, rows: Operand, columns: Operand, wi: Operand, w: Weights[Array], groups: Groups):
-    """Returns h = rows wi + bi [N, G, F], and a = act(h) where the product computes it too, else None."""
-    local, gates, a = implementation(p.kernels), p.config.gates, None
-    with jax.named_scope("expert_up"):
-        if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
-            act = activation_of(p.config.activation, p.config.activation_limit)
-            h, a = local.matmul_activate(rows, wi, groups, p.dtype, act, gates, w.bi)
-        else:
-            h = local.matmul(rows, wi, groups, p.dtype, w.bi)
-            h = h if w.wi_a is None else h + low_rank(p, columns, w.wi_a, w.wi_b, groups)
-    return h.reshape(h.shape[0], gates, -1), a
-
-
-def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = False, weigh: bool = False) -> Operand:
-    """Returns the Operand [N, F] of act(h), `plain` if unquantized, times the weight of each row before the product.
-
-    Weights at the output multiply act(h) only if the caller says `weigh`.
-    """
-    at = p.config.weights_at
-    h = scale_rows(saved.h, saved.row_weights, groups) if at == "input" else saved.h
-    weights = saved.row_weights if at == "hidden" or (weigh and at == "output") else None
-    kernels, recipe, over = (DEFAULT, FULL, ()) if plain else (p.kernels, p.recipe.wo, p.axes.tokens + p.axes.tp)
-    act = activation_of(p.config.activation, p.config.activation_limit)
-    return implementation(kernels).activate(h, act, recipe, groups, weights=weights, amax_over=over)
-
-
-def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weights[Array], groups: Groups) -> Array:
-    """Returns o = a wo + bo [N, H], a partial sum where tp splits F."""
-    early = p.config.weights_at == "hidden"
-    bo = None if w.bo is None else mask_to_first_rank(w.bo, p.axes.tp)
-    with jax.named_scope("expert_down"):
-        o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
-        if early and bo is not None:
-            o = o + scale_rows(bo.astype(p.dtype)[groups.index], saved.row_weights, groups)
-        return o if w.wo_a is None else o + low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
-
-
-def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo: Operand, w: Weights, groups: Groups):
-    """Returns d_a = d_o wo^T [N, F], <d_o, bo> [N], and the gradients of bo and of wo's adapters."""
-    local, of_bo, d_bo = implementation(p.kernels), None, None
-    with jax.named_scope("expert_down"):
-        d_a = local.matmul(d_o, wo, groups, p.dtype, transpose=True)  # [N, H] [E, F, H]^T
-        if w.bo is None and w.wo_a is None:
-            return d_a, None, None, None, None
-        d_o = permute_forward(p.first.permute, d_partial, saved.plan, groups)
-        a = None if w.wo_a is None else activate(p, saved, groups, plain=True, weigh=True)
-        d_low, *d_ab = low_rank_grad(p, a, w.wo_a, w.wo_b, d_o, groups)
-        if w.bo is not None:
-            bo = mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype)[groups.index]
-            of_bo = jnp.sum(d_o.astype(jnp.float32) * bo.astype(jnp.float32), axis=-1)
-            d_o = mask_to_first_rank(scale_rows(d_o, saved.row_weights, groups), p.axes.tp)
-            d_bo = local.bias_grad(d_o, groups)
-        return d_a if d_low is None else d_a + d_low.astype(d_a.dtype), of_bo, d_bo, *d_ab
-
-
-def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: Weights[Array], groups: Groups):
-    """Returns a for wgrad, d_h for dgrad and for wgrad, d_h unquantized or None, and inner [N] = <d_a, a>."""
-    local, over, at_input = implementation(p.kernels), p.axes.tokens + p.axes.tp, p.config.weights_at == "input"
-    h, row_weights, recipe = saved.h, saved.row_weights, p.recipe
-    act = activation_of(p.config.activation, p.config.activation_limit)
-    if not at_input and w.bi is None and w.wi_a is None:
-        made = local.activate_grad_quantize(h, d_a, act, recipe, groups, weights=row_weights, amax_over=over)
-        return *made[:3], None, made[3]
-    given = (scale_rows(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
-    a, d_h, inner = local.activate_grad(given[0], d_a, act, groups, given[1])
-    if at_input:
-        inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h = scale_rows(d_h, row_weights, groups)
-    _, a = local.quantize_for_matmul(a, recipe.wo, "x", groups, over, rows=False)
-    d_rows, d_columns = local.quantize_for_matmul(d_h, recipe.wi, "dy", groups, over, columns=not p.frozen)
-    return a, d_rows, d_columns, d_h, inner
-
-
-def weight_grad(p: BlockPlan, scope: str, x: Operand, dy: Operand, groups: Groups, total: Array | None):
-    """Returns x^T dy for each expert, added to `total`; None where the weight is frozen."""
-    if p.frozen:
-        return None
-    with jax.named_scope(scope):
-        so_far = None if total is None else total.reshape(*total.shape[:2], -1)
-        dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.wi.grad_dtype, so_far)
-        return dw.reshape(*dw.shape[:2], p.config.gates, -1) if scope == "expert_up" else dw
-
-
-def low_rank(p: BlockPlan, x: Float[Array, "N K"], a: Array, b: Array, groups: Groups) -> Float[Array, "N C"]:
-    """Returns (x a) b of an adapter, a partial sum where mesh axes split K; a rank is small, so XLA multiplies."""
-    local = implementation(DEFAULT)
-    return local.matmul(local.matmul(x, a, groups, p.dtype), b.reshape(*b.shape[:2], -1), groups, p.dtype)
-
-
-def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: Any, groups: Groups):
-    """Returns dx, d_a and d_b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy; None without one."""
-    if a is None or b is None:
-        return None, None, None
-    local, flat, dy = implementation(DEFAULT), b.reshape(*b.shape[:2], -1), dy.reshape(dy.shape[0], -1)
-    low, d_low = local.matmul(x, a, groups, p.dtype), local.matmul(dy, flat, groups, p.dtype, transpose=True)
-    d_b = local.wgrad(low, dy, groups, p.dtype).reshape(b.shape)
-    return local.matmul(d_low, a, groups, p.dtype, transpose=True), local.wgrad(x, d_low, groups, p.dtype), d_b
-
-
-def _add(total: Array | None, more: Array | None) -> Array | None:
-    return more if total is None or more is None else total + more.astype(total.dtype)
-
-
-class Round(NamedTuple):
-    """The buffers of a round: the specs of dispatch and combine, and those of permute and unpermute."""
-
-    exchange: ExchangeSpec
-    permute: PermuteSpec
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockPlan:
-    """The static facts of the experts of a block.
-
-    Attributes:
-      config, recipe: the equations, and the formats of the operands of the products with wi and with wo.
-      axes, wi, wo: the mesh axes by role, and the static facts of both weights.
-      dtype, kernels: the dtype of products, and the implementation's name.
-      first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
-      expected: the sorted rows of a device at a balanced load, without padding.
-      chunks: the chunks of a device's tokens, see `experts.py`; the buffers and all other sizes are for one chunk.
-      save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
-        ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
-      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
-      gathers_x, gathers_dy: whether products gather received rows, and gradients of partial sums, by themselves.
-    """
-
-    config: MoEConfig
-    recipe: Recipes
-    axes: ResolvedAxes
-    wi: WeightSpec
-    wo: WeightSpec
-    dtype: np.dtype
-    kernels: str
-    first: Round
-    later: Round
-    overflows: bool
-    expected: int
-    chunks: int
-    save_rows: bool
-    frozen: bool
-    gathers_x: bool
-    gathers_dy: bool
-
-
-def make_plan(
-    config: MoEConfig, options: Options, transport: str | None, *, axes: ResolvedAxes, declared: MoEParams[Spec],
-    tokens: int, dtype: DTypeLike, frozen: bool = False,
-) -> BlockPlan:  # fmt: skip
-    """Returns the plan of a block whose shards have `tokens` tokens each.
+    With `config.d_latent` the sum over k is (sum_k weights[t, k] expert[experts[t, k]](x[t] latent_down)) latent_up.
 
     Args:
-      config, options: the block, and how it runs.
-      transport: the name of the transport. None chooses the portable one whose balanced step sends the fewest bytes,
-        and of equal ones the first. With a capacity factor the transports drop other tokens, so that it is all_gather
-        then, which drops none on the way.
-      declared: the spec of each parameter.
-      axes, dtype, frozen: see `BlockPlan`.
+      x: [..., H], floating point. Its tokens are split over (dp, fsdp, ep), and S of [..., S, H] over cp; see `Axes`.
+      params: see `MoEParams`. The router is cast to float32, and the other parameters to x.dtype. Experts are split
+        over ep, F over tp, and fsdp may split any dim; the block uses every such layout without moving it.
+      config: the sizes of the block and its equations; see `MoEConfig`.
+      options: how the block runs; see `Options`.
+      router_input: [..., H] with the leading dims of x, what the router reads in place of x (Gemma 4); None means x.
+      routing: what takes the place of the router's choice; None leaves the choice to the router. Expert ids [..., K]
+        alone have the weights of the router's scores, and a token with a negative id takes its best experts. A pair
+        (ids [..., K], weights [..., K]), or a `Routing`, has weights too, and the router does not run; the losses are
+        then those of the `Routing`. An id of E stands for no expert.
+      mask: [...] bool, False for padding. Padding is not routed, not sent and not counted, in losses, counts and
+        capacities; its y and its gradients are 0.
+      segment_ids: [..., S] for x [..., S, H], any integers: tokens of a packed row with equal ids are one sequence, for
+        `RouterConfig.sequence_aux_loss`. A negative id is padding, as False of `mask` is. None: a row is one sequence.
+      return_routing: whether `stats.routing` has the routing that was used.
+      quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
+        weight, and the gradients flow to `params`. `params.wi` and `params.wo` may both be None then; they have no
+        gradient. None: the block quantizes them, where the recipe does.
+      adapters: low-rank adapters of wi and wo, as `moax.lora.init` makes them, in the layout of
+        `moax.lora.adapter_specs`. wi and wo are then frozen: their gradients are 0, and are not computed.
+      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
+        grad_reduce_dtype) that replace those of `options`.
+
+    Inside a `shard_map` over all of `axes` the operands are shards, laid out by `param_specs`.
+
+    Returns:
+      y: [..., H], with the dtype and the sharding of x. It is differentiable in x, params and router_input; each
+        gradient has the dtype of its array.
+      stats: losses and counts over the whole mesh; see `MoEStats`.
 
     Raises:
-      Unsupported: the block has a capacity factor and several chunks, or kernels chosen by name cannot run.
+      ValueError: a shape, a dtype or an option cannot work. The message names it.
+      Unsupported: an exchange, an engine or kernels that were chosen by name cannot run.
+      TypeError: `Options` has no field of a keyword's name.
     """
-    recipe, chunks, factor = get_recipes(options.recipe), options.chunks, options.buffer_factor
-    if chunks > 1 and config.capacity_factor is not None:
-        raise Unsupported(
-            f"chunks={chunks} with capacity_factor={config.capacity_factor}; the tokens of a device lose assignments "
-            "together. Use chunks=1 or capacity_factor=None"
-        )
-    tokens, top_k, ep, tp = -(-tokens // chunks), config.top_k, axes.ep, axes.tp
-    widths = {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(tp)}  # of rows and hidden rows on one device
-    kernels = select_kernels(options.kernels, dtype, **widths)
-    local, ranks, balanced = implementation(kernels), axes.size(ep), tokens * top_k
-    align_wi, gathers_x = local.choose_rows(recipe.wi, "x", *widths.values())
-    align_wo, gathers_dy = local.choose_rows(recipe.wo, "dy", *widths.values())
-    align = math.lcm(align_wi, align_wo)
-    experts = config.num_experts // ranks
-    capacity = None if config.capacity_factor is None else math.ceil(config.capacity_factor * tokens * top_k)
-    some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
+    check_value("config", config, MoEConfig)
+    options = replace_options("moe", options, keywords)
+    check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
+    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
+    check_params(params, config, local=local, quantized=quantized is not None)
+    if adapters is not None:
+        check_adapters(adapters, config, local=local)
+    if quantized is not None:
+        check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
+    if isinstance(routing, tuple) and len(routing) == 2:
+        none: Any = None
+        routing = Routing(*routing, none, none, none)
+    given = () if routing is None else (routing,)
+    given = (routing.experts, routing.weights) if isinstance(routing, Routing) else given
+    arrays = ["router_input? [*batch, S, H]", "mask? bool [*batch, S]", "segment_ids? int [*batch, S]"]
+    arrays += ["routing int [*batch, S, K]", "routing.weights [*batch, S, K]"][: len(given)]
+    sizes = dict(batch=x.shape[:-2], S=x.shape[-2], H=config.d_model, K=config.top_k)
+    check_arrays(", ".join(arrays), router_input, mask, segment_ids, *given, **sizes)
+    segment_ids = None if segment_ids is None else keep_ids(segment_ids)
+    static = config, options, bool(return_routing)
+    return _moe(*static, x, params, quantized, adapters, router_input, routing, mask, segment_ids)
 
-    portable = [name for name, of in TRANSPORTS.items() if of.portable] if ep and capacity is None else [AUTO]
-    names = portable if transport is None else [transport]
-    # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
-    rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
-    name = min(names, key=lambda name: rows[name])
-    slots = some if TRANSPORTS[name].has_slots else most
-    exchange = ExchangeSpec(name, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, most)
-    kept = sorted_rows(rows[name], top_k, experts, 1, capacity)
-    max_rows = allot_rows(balanced, factor, kept)
-    fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
-    first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
-    # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
-    # capacity factor it has all slots, because drops are decided over all of them.
-    half = -(-slots // 2) if capacity is None else slots
-    later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
-    how: dict = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=options.grad_reduce_dtype)
-    return BlockPlan(
-        config=config,
-        recipe=recipe,
-        axes=axes,
-        wi=WeightSpec("params.wi", declared.wi, recipe=recipe.wi, kept=(ep, (), (), tp), **how),
-        wo=WeightSpec("params.wo", declared.wo, recipe=recipe.wo, kept=(ep, tp, ()), **how),
-        dtype=np.dtype(dtype),
-        kernels=kernels,
-        first=Round(exchange, first),
-        later=Round(dataclasses.replace(exchange, slots=half), later),
-        overflows=fewer or (slots is not most and slots < most),
-        expected=balanced,
-        chunks=chunks,
-        save_rows=options.save_rows and (bool(ep) or frozen or not gathers_x),
-        frozen=frozen,
-        gathers_x=gathers_x,
-        gathers_dy=gathers_dy,
-    )
+
+def quantize_params(
+    params: MoEParams[Array],
+    config: MoEConfig,
+    options: Options = Options(),
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    **keywords: Unpack[OptionKeywords],
+) -> QuantizedParams:
+    """Quantizes wi and wo once for several calls of a block, each for products over its rows and over its columns.
+
+    The block then gathers bytes and quantizes no weight. Its gradients flow to `params`, as if it had quantized them.
+    A weight that the recipe does not quantize is rounded to `dtype` once. Quantized weights serve the microbatches of a
+    step, the stages of a pipeline, and experts that are frozen.
+
+    Args:
+      params: see `MoEParams`. A weight whose layout is not that of `param_specs` is moved there first, unquantized.
+      config: the sizes of the block.
+      options: those of the `moe` that takes the result; `recipe`, `axes`, `kernels` and `engine` count.
+      dtype: the dtype of x in these calls, and so of the products; `kernels="auto"` chooses by it.
+      **keywords: fields of `Options` that replace those of `options`.
+
+    Returns:
+      The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
+      weight that its recipe does not quantize. They have no gradient; that of `moe` flows to its `params`.
+
+    Raises:
+      ValueError: a shape does not fit, or an option has a value that it cannot have.
+      Unsupported: an engine or kernels that were chosen by name cannot run.
+    """
+    check_value("config", config, MoEConfig)
+    options = replace_options("quantize_params", options, keywords)
+    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
+    check_params(params, config, local=local)
+    return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
+    axes = options.axes
+    view = find_mesh_view(axes, options.engine, params)
+    given = (config, axes, view.axes)
+    declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
+    plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
+    params = reshard_params(params, declared) if view.explicit else params
+    wi, wo = quantize_weight(view, plan.wi, params.wi), quantize_weight(view, plan.wo, params.wo)
+    return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too
+def _moe(
+    config: MoEConfig, options: Options, return_routing: bool, x, params: MoEParams[Array], quantized, adapters,
+    router_input, given: Routing | Ids | None, mask, segments,
+):  # fmt: skip
+    absent = params.wi is None or params.wo is None
+    if absent:
+        params = _fill(params, quantized, x.dtype)
+    recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
+    axes, view = find_token_dims(x, axes, find_mesh_view(axes, engine, x, params))
+    resolved, options = view.axes, dataclasses.replace(options, axes=axes)
+    if x.size == 0:
+        return x, _stats_of_nothing(x, config, return_routing)
+    declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)
+    rows, shards = x.size // x.shape[-1], 1 if view.manual else resolved.size(resolved.tokens)
+    if not isinstance(rows, int):
+        _check_symbolic(rows, config, view)
+    if rows % shards:
+        raise ValueError(f"x: its {rows} rows are not divisible by mesh axes {resolved.tokens} of {shards} devices")
+    row_bytes = config.d_rows * (x.dtype.itemsize if recipe.wi.wire is None else 1)
+    transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
+    frozen = absent or adapters is not None
+    sizes = dict(axes=resolved, declared=declared, tokens=rows // shards, dtype=x.dtype)
+    plan = make_plan(config, options, transport, frozen=frozen, **sizes)
+    if quantized is not None:
+        _check_quantized(quantized, plan, params)
+    params = reshard_params(params, declared, warn=not absent) if view.explicit else params
+    tokens = flatten_tokens(x, view)
+    if segments is not None:
+        mask = segments >= 0 if mask is None else mask & (segments >= 0)
+    real = None if mask is None else flatten_tokens(mask[..., None], view)
+    read = tokens if router_input is None else flatten_tokens(router_input, view)
+    if real is not None:  # padding may hold NaN
+        tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
+
+    constrained = [name for name in ROUTER if getattr(params, name) is not None]
+    if absent:
+        constrained += ["wi", "wo"]
+    layouts = {name: constrain(getattr(params, name), getattr(declared, name)) for name in constrained}
+    params = dataclasses.replace(params, **layouts)
+    routing, experts, weights = _route(view, x, read, params, config, options, given, real, segments)
+
+    how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+    rows = tokens
+    if params.latent_down is not None:
+        rows = dense(tokens, params.latent_down, recipe=recipe.wi, w_spec=declared.latent_down, **how)
+    w = Weights(params.wi, params.wo, params.bi, params.bo, *(() if adapters is None else scaled(adapters)))
+    kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
+    y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, kept)
+    shared, apart = None, params.latent_up is not None or params.shared_gate is not None
+    if params.shared_wi is not None and params.shared_wo is not None:
+        h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
+        a = activate(h, config.activation, config.activation_limit)
+        shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
+    y = view.psum(y if shared is None or apart else y + shared, resolved.tp)
+    if params.latent_up is not None:  # the product quantizes whole sums
+        y = dense(y, params.latent_up, recipe=recipe.wo, w_spec=declared.latent_up, **how)
+    if shared is not None and apart:
+        shared = view.psum(shared, resolved.tp)
+        if params.shared_gate is not None:  # it multiplies whole sums, so each rank of tp has its whole gradient
+            gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
+            shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
+        y += shared
+    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, view)
+    dropped = view.psum(dropped, resolved.tokens)
+    if view.manual:  # a type says over which axes a value varies
+        dropped, rounds = view.assume_replicated(dropped, resolved.tp), view.assume_replicated(rounds, resolved.all)
+    used = None
+    if return_routing:
+        shaped = {name: unflatten_tokens(getattr(routing, name), x, view) for name in ("experts", "weights")}
+        used = dataclasses.replace(routing, **shaped)
+    counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
+    sharding = jax.typeof(x).sharding
+    y = jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y
+    return y, MoEStats(*counts, dropped[0], rounds[0], used, routing.histogram)
+
+
+def _route(
+    view: MeshView, x, tokens: Float[Array, "T H"], params: MoEParams[Array], config: MoEConfig, options: Options,
+    given: Routing | Ids | None, real: Bool[Array, "T 1"] | None, segments,
+) -> tuple[Routing, Int[Array, "T K"], Float[Array, "T K"]]:  # fmt: skip
+    """Returns the Routing of `tokens`, and the block's experts and weights: each expert of a token once."""
+    resolved, router, every = view.axes, config.router, jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
+    if isinstance(given, Routing):
+        experts = flatten_tokens(given.experts.astype(jnp.int32), view)
+        weights = flatten_tokens(given.weights.astype(jnp.float32), view)
+        some = (experts >= 0) & (experts < config.num_experts)  # a negative id stands for no expert too
+        some = some if real is None else some & real
+        experts, weights = jnp.where(some, experts, config.num_experts), jnp.where(some, weights, 0.0)
+        counts = view.psum((experts[:, :, None] == every).sum((0, 1), dtype=jnp.int32), resolved.tokens)
+        aux, z = (jnp.zeros((), jnp.float32) if v is None else v for v in (given.aux_loss, given.z_loss))
+        routing = Routing(experts, weights, aux, z, counts)
+    else:
+        how = dict(axes=options.axes, engine=options.engine)
+        experts = None if given is None else flatten_tokens(given.astype(jnp.int32), view)
+        logits = router_logits(tokens, params.router, **how)
+        logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
+        # The axes that may split a row [S, H] of x, once x is flattened.
+        row_axes = resolved.tokens if view.dims is None else resolved.sequence
+        routing = route(
+            logits, router, config.top_k, params.router_bias,
+            experts=experts, mask=None if real is None else real[:, 0],
+            sequences=_find_sequences(x, segments, view) if router.sequence_aux_loss else None,
+            sequence_axes=row_axes, kernels=options.kernels, **how,
+        )  # fmt: skip
+    experts, weights = routing.experts, routing.weights
+    if given is not None:
+        # A second appearance of an expert becomes E with weight 0, and the first one has the sum of its weights.
+        same = experts[:, :, None] == experts[:, None, :]
+        place = jnp.arange(config.top_k, dtype=jnp.int32)
+        later = (same & (place[None, :] < place[:, None])[None]).any(-1)
+        total = jnp.where(same, weights[:, None, :], 0.0).sum(-1)
+        experts, weights = jnp.where(later, config.num_experts, experts), jnp.where(later, 0.0, total)
+    if params.expert_scale is not None:
+        scale = params.expert_scale.astype(jnp.float32)[None, None]
+        weights = weights * jnp.where(experts[:, :, None] == every, scale, 0.0).sum(-1)
+    return routing, experts, weights
+
+
+def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> Int[Array, "T C"]:
+    """Returns the row of each token of x, (0, 0, 0, 1, 1, 1) for x [2, 3, H], and the columns of its segment."""
+    if x.ndim < 3:
+        raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
+    rows = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.int32).reshape(*x.shape[:-2], 1)
+    if segments is None:
+        sequences = jnp.broadcast_to(rows, x.shape[:-1])[..., None]
+    else:
+        own = jnp.where(segments < 0, -1, rows)[..., None]
+        sequences = jnp.concatenate([own, split_ids(segments[..., None])], axis=-1)
+    return flatten_tokens(sequences, view)
+
+
+def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
+    """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
+    if params.wi is not None or params.wo is not None:
+        raise ValueError(
+            "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
+            "neither is"
+        )
+    wi, wo = (jnp.zeros(_data(of).shape, dtype) for of in (quantized.wi, quantized.wo))
+    return dataclasses.replace(params, wi=wi, wo=wo)
+
+
+def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
+    """Returns the stats of x without tokens: losses and counts of 0, and one round."""
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    tokens, ids = jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
+    histogram = jnp.zeros((config.num_experts, BINS), jnp.int32) if config.router.histogram else None
+    used = Routing(ids, ids.astype(jnp.float32), zero, zero, tokens, histogram) if return_routing else None
+    return MoEStats(zero, zero, tokens, none, none + 1, used, histogram)
+
+
+def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
+    """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
+    for name in ("recipe", "kernels"):
+        have, want = getattr(quantized, name), getattr(plan, name)
+        if have == want:
+            continue
+        have, want = (describe_recipes(value) if name == "recipe" else repr(value) for value in (have, want))
+        want = f"another {want}" if have == want else want
+        raise ValueError(
+            f"quantized has {name}={have}, and this call has {want}; pass the same options and the dtype of x to "
+            "moax.quantize_params"
+        )
+    for name in ("wi", "wo"):
+        data, want = _data(getattr(quantized, name)), getattr(params, name).shape
+        if data.shape != want:
+            raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {want}")
+        if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype != plan.dtype:
+            raise ValueError(
+                f"quantized.{name} has dtype {data.dtype}, and x has {plan.dtype}; pass the dtype of x to "
+                "moax.quantize_params"
+            )
+
+
+def _data(weight: QuantizedWeight) -> Array:
+    """Returns the values of a quantized weight for products over columns, whose dims are in the order of the weight."""
+    return jax.tree.leaves(weight[-1])[0]
+
+
+def _check_symbolic(rows, config: MoEConfig, view: MeshView) -> None:
+    """Raises Unsupported where the block cannot take a symbolic number of rows, of `jax.export`."""
+    if view.engine != "local":
+        raise Unsupported(
+            f"x has {rows} rows, which is symbolic, on a mesh; JAX cannot run an exported shard_map of symbolic "
+            "shapes. Export one program for each number of rows, or export for one device"
+        )
+    if config.capacity_factor is not None:
+        raise Unsupported(
+            f"capacity_factor={config.capacity_factor} with {rows} rows of x, which is symbolic; use "
+            "capacity_factor=None, or export one program for each number of rows"
+        )

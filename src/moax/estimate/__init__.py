@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moax.block.layer import moe
-from moax.block.moe import BlockPlan, make_plan
+from moax.block.moe import moe
+from moax.block.plan import BlockPlan, make_plan
 from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.estimate.tracing import trace

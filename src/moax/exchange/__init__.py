@@ -13,7 +13,7 @@ from moax.mesh.specs import MeshView
 Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]  # "auto", and the keys of TRANSPORTS
 EXCHANGES = get_args(Exchange)
 TRANSPORTS: dict[str, Transport] = dict(all_gather=AllGather(), all_to_all=AllToAll(), one_sided=OneSided())
-AUTO = "all_gather"  # `auto` means this transport, except in the block: see `moax.block.moe.make_plan`
+AUTO = "all_gather"  # `auto` means this transport, except in the block: see `moax.block.plan.choose_transport`
 
 
 def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:

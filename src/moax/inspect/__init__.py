@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from moax.block.layer import moe
+from moax.block.moe import moe
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes

@@ -1,8 +1,8 @@
-"""The block in several passes over its buffers: exact for every routing, counted, and not compiled where one suffices.
+"""The block in several rounds over its buffers: exact for every routing, counted, and not compiled where one suffices.
 
-Covers: transports x meshes x ways x routings, forward and every gradient and the number of passes against NumPy; bits
-where one pass suffices; the order of both directions on a CPU; capacities; biases in bfloat16; remat and scan; memory;
-refused factors. Passes of balanced routings are also rows of tests/block/test_moe.py, and passes of each recipe are in
+Covers: transports x meshes x ways x routings, forward and every gradient and the number of rounds against NumPy; bits
+where one round suffices; the order of both directions on a CPU; capacities; biases in bfloat16; remat and scan; memory;
+refused factors. Rounds of balanced routings are also rows of tests/block/test_moe.py, and rounds of each recipe are in
 tests/block/test_quantized.py.
 """
 
@@ -22,7 +22,7 @@ import moax
 from moax import inspect
 from moax.exchange.transport import allot_slots
 from moax.kernels.groups import allot_rows
-from support import TOKENS, make_mesh, make_params, put, rel_norm, size, some, spec
+from support import TOKENS, make_mesh, make_params, put, rel_norm, size, spec
 from support.block import BASE, MESH, ONE_DEVICE, block, check, cotangent, expected, make_x
 from support.exchange import EmulatedOneSided, registered
 from support.oracle.block import block as block_by_numpy
@@ -47,8 +47,8 @@ def biases(ranks: int) -> dict[str, np.ndarray]:
     }
 
 
-def passes_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> int:
-    """NumPy's word on the most passes of a rank, of the experts [tokens, K] of all shards."""
+def rounds_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> int:
+    """NumPy's word on the most rounds of a rank, of the experts [tokens, K] of all shards."""
     ranks, shards, top_k = size(mesh, "ep"), size(mesh, *TOKENS), experts.shape[1]
     local, each = len(experts) // shards, ROUTED.num_experts // ranks
     slots, _ = allot_slots(local, top_k, ranks, ROUTED.num_experts, None, factor)
@@ -57,7 +57,7 @@ def passes_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> i
     later, rows = local if exchange == "all_gather" else math.ceil(slots / 2), math.ceil(room * 9 / 20)
     most = 1
     for group in experts.reshape(shards // ranks, ranks * local, top_k):  # the tokens of all ranks of ep
-        loads = np.zeros((ranks, local), int)  # what is left for each rank, by pass of the exchange
+        loads = np.zeros((ranks, local), int)  # what is left for each rank, by round of the exchange
         for rank in range(ranks):
             mine = group // each == rank
             slot = np.cumsum(mine.any(-1).reshape(ranks, local), axis=1).reshape(-1) - 1
@@ -72,12 +72,10 @@ def passes_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> i
     return most
 
 
-def check_routings(
-    way: str, mesh: str, exchange: str, config=ROUTED, factor: float = FACTOR, chunks: int = 1
-) -> set[int]:
-    """Compiles one program and gives it every routing; returns the numbers of passes that they took."""
-    program = block(way, mesh, config, exchange=exchange, buffer_factor=factor, chunks=chunks)
-    x, shards = make_x(config), size(mesh, *TOKENS)
+def check_routings(way: str, mesh: str, exchange: str, config=ROUTED, factor: float = FACTOR) -> set[int]:
+    """Compiles one program and gives it every routing; returns the numbers of rounds that they took."""
+    program = block(way, mesh, config, exchange=exchange, buffer_factor=factor)
+    x = make_x(config)
     flat, found = np.asarray(x).reshape(-1, config.d_model), set()
     for name, bias in biases(size(mesh, "ep")).items():
         params = dataclasses.replace(make_params(config), router_bias=jnp.asarray(bias, jnp.float32))
@@ -89,10 +87,9 @@ def check_routings(
         check(got, want, 2 * MESH)
         logits = flat.astype(np.float64) @ np.asarray(params.router, np.float64)
         experts = choose_experts(logits, config.router, config.top_k, bias)
-        passes = int(got[0][1].rounds)
-        parts = experts.reshape(shards, chunks, -1, config.top_k).swapaxes(0, 1).reshape(chunks, -1, config.top_k)
-        assert passes == max(passes_of(mesh, exchange, part, factor) for part in parts), name
-        found.add(passes)
+        rounds = int(got[0][1].rounds)
+        assert rounds == rounds_of(mesh, exchange, experts, factor), name
+        found.add(rounds)
     return found
 
 
@@ -121,22 +118,11 @@ def emulated(exchange: str):
     ],
 )
 def test_every_routing_is_exact(mesh, way, exchange):
-    """Breaks if a pass loses or repeats a row, a gradient of a later pass is lost, ranks disagree on their passes, or
+    """Breaks if a round loses or repeats a row, a gradient of a later round is lost, ranks disagree on their rounds, or
     `stats.rounds` is not the most of any rank."""
     with emulated(exchange):
         found = check_routings(way, mesh, exchange)
     assert len(found) > 1 or mesh == "8x1", found
-
-
-@pytest.mark.parametrize(
-    ("mesh", "way", "exchange"),
-    some([("2x4", "explicit", "all_to_all"), ("2x4", "shard_map", "all_gather"), ("1x8", "user", "one_sided")], 1),
-)
-def test_every_routing_of_two_chunks_is_exact(mesh, way, exchange):
-    """Breaks if the passes of one chunk lose a row of another, or `stats.rounds` is not the most of any chunk."""
-    with emulated(exchange):
-        found = check_routings(way, mesh, exchange, factor=FACTOR / 4, chunks=2)
-    assert len(found) > 1, found
 
 
 def trained(x, params, mesh, config, **options):
@@ -151,8 +137,8 @@ def trained(x, params, mesh, config, **options):
 
 
 @pytest.mark.more
-def test_bits_of_one_pass_do_not_depend_on_the_factor():
-    """Breaks if the size of a buffer, or the mere possibility of a second pass, changes a bit of a balanced step."""
+def test_bits_of_one_round_do_not_depend_on_the_factor():
+    """Breaks if the size of a buffer, or the mere possibility of a second round, changes a bit of a balanced step."""
     config, mesh = dataclasses.replace(BASE, shared_d_ff=0), make_mesh("2x4")
     args = put(
         mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config, 1024), make_params(config))
@@ -164,7 +150,7 @@ def test_bits_of_one_pass_do_not_depend_on_the_factor():
 
 
 def test_a_worst_case_that_fits_compiles_no_loop():
-    """Breaks if one device, whose rows are T K by any routing, or a buffer of the worst case pays for passes."""
+    """Breaks if one device, whose rows are T K by any routing, or a buffer of the worst case pays for rounds."""
     x, params = make_x(BASE), make_params(BASE)
     for factor in (1.0, 1.25, None):
         assert "while[" not in str(jax.make_jaxpr(lambda x, f=factor: moax.moe(x, params, BASE, buffer_factor=f))(x))
@@ -187,7 +173,7 @@ def test_saved_rows_change_nothing(exchange, save_rows):
 
 @pytest.mark.more
 def test_bias_gradients_are_not_rounded():
-    """Breaks if sums in float32 of a bias's gradient pass the dtype of the activations on their way to its own."""
+    """Breaks if sums in float32 of a bias's gradient round the dtype of the activations on their way to its own."""
     x, params = make_x(BASE).astype(jnp.bfloat16), make_params(BASE)
 
     def loss(params, factor):
@@ -200,7 +186,7 @@ def test_bias_gradients_are_not_rounded():
 
 @pytest.mark.more
 def test_drops_are_those_of_the_capacity():
-    """Breaks if passes change which assignments a capacity drops, or what they leave."""
+    """Breaks if rounds change which assignments a capacity drops, or what they leave."""
     config = dataclasses.replace(BASE, shared_d_ff=0, capacity_factor=0.7)
     mesh = make_mesh("2x4")
     args = put(mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config), make_params(config)))
@@ -211,8 +197,7 @@ def test_drops_are_those_of_the_capacity():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: rel_norm(a, b) < 2 * MESH, small[1], whole[1])))
 
 
-@pytest.mark.more
-def test_backward_waits_for_the_passes_of_forward():
+def test_backward_waits_for_the_rounds_of_forward():
     """Breaks if XLA for CPUs may run a collective of backward beside one of forward's loop, where dy does not depend on
     y: it pairs one device's first with another's second. Nobody reads y here, so only backward can keep the loop."""
     config, mesh = dataclasses.replace(BASE, shared_d_ff=0), make_mesh("2x4")
@@ -230,7 +215,7 @@ def test_backward_waits_for_the_passes_of_forward():
 
 @pytest.mark.more
 def test_in_a_rematerialized_scan():
-    """Breaks if passes, whose backward computes forward again, do not nest in a user's own remat and scan."""
+    """Breaks if rounds, whose backward computes forward again, do not nest in a user's own remat and scan."""
     x, params = make_x(BASE), make_params(BASE)
 
     def loss(x, factor):

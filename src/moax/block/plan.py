@@ -1,0 +1,169 @@
+"""The plan of a block: all that is static about its experts, decided before anything is computed.
+
+`make_plan` chooses the transport and the implementation of the kernels, and sizes the buffers of each round:
+
+    slots     rows that a rank may send to another in a round; `rounds.py` has an example
+    max_rows  sorted rows that a rank may hold in a round
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from moax.config import MoEConfig, Options
+from moax.exchange import AUTO, TRANSPORTS
+from moax.exchange.transport import ExchangeSpec, allot_slots
+from moax.kernels import implementation, select_kernels
+from moax.kernels.groups import allot_rows
+from moax.mesh.axes import ResolvedAxes
+from moax.mesh.collectives import get_grad_reduce
+from moax.mesh.specs import Spec
+from moax.ops.permutation import PermuteSpec, sorted_rows
+from moax.ops.weights import WeightSpec
+from moax.params import MoEParams
+from moax.recipe import Recipes, get_recipes
+
+# A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
+# saved. Its rows are this many twentieths.
+LATER_ROWS = 9
+
+
+class Round(NamedTuple):
+    """The buffers of a round: the specs of dispatch and combine, and those of permute and unpermute."""
+
+    exchange: ExchangeSpec
+    permute: PermuteSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The static facts of the experts of a block.
+
+    Attributes:
+      config, recipe: the equations, and the formats of the operands of the matmuls with wi and with wo.
+      axes, wi, wo: the mesh axes by role, and the static facts of both weights.
+      dtype, kernels: the dtype of matmuls, and the implementation's name.
+      first, later: the buffers of the first round, and of each overflow round.
+      overflows: whether a routing may need overflow rounds.
+      expected: the sorted rows of a device at a balanced load, without padding.
+      save_rows: whether forward leaves rows to backward: the received rows where matmuls gather them, else the sorted
+        ones. If the matmuls gather them and ep is 1, the received rows are x, so nothing is saved.
+      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
+      gathers_x, gathers_dy: whether matmuls gather received rows, and gradients of partial sums, by themselves.
+    """
+
+    config: MoEConfig
+    recipe: Recipes
+    axes: ResolvedAxes
+    wi: WeightSpec
+    wo: WeightSpec
+    dtype: np.dtype
+    kernels: str
+    first: Round
+    later: Round
+    overflows: bool
+    expected: int
+    save_rows: bool
+    frozen: bool
+    gathers_x: bool
+    gathers_dy: bool
+
+
+def make_plan(
+    config: MoEConfig,
+    options: Options,
+    transport: str | None,
+    *,
+    axes: ResolvedAxes,
+    declared: MoEParams[Spec],
+    tokens: int,
+    dtype: DTypeLike,
+    frozen: bool = False,
+) -> BlockPlan:
+    """Returns the plan of a block whose shards have `tokens` tokens each.
+
+    Args:
+      config, options: the block, and how it runs.
+      transport: the name of the transport; None chooses one, see `choose_transport`.
+      declared: the spec of each parameter.
+      axes, dtype, frozen: see `BlockPlan`.
+
+    Raises:
+      Unsupported: kernels chosen by name cannot run.
+    """
+    recipe = get_recipes(options.recipe)
+    dtype = np.dtype(dtype)
+    ep, tp = axes.ep, axes.tp
+    d_ff = config.d_ff // axes.size(tp)  # of one device
+    kernels = select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=d_ff)
+    local = implementation(kernels)
+    align_wi, gathers_x = local.choose_rows(recipe.wi, "x", config.d_rows, d_ff)
+    align_wo, gathers_dy = local.choose_rows(recipe.wo, "dy", config.d_rows, d_ff)
+
+    ranks = axes.size(ep)
+    slots, all_slots = allot_slots(
+        tokens, config.top_k, ranks, config.num_experts, config.capacity_factor, options.buffer_factor
+    )
+    if transport is None:
+        transport = choose_transport(config, axes, tokens, slots)
+    has_slots = TRANSPORTS[transport].has_slots
+    received_rows = (slots if has_slots else tokens) * ranks
+    if not has_slots:
+        slots = all_slots
+    exchange = ExchangeSpec(
+        transport, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, all_slots
+    )
+
+    assignments = tokens * config.top_k
+    capacity = None
+    later_slots = -(-slots // 2)
+    if config.capacity_factor is not None:
+        capacity = math.ceil(config.capacity_factor * tokens * config.top_k)
+        later_slots = slots  # drops are decided over all slots
+    experts = config.num_experts // ranks
+    all_rows = sorted_rows(received_rows, config.top_k, experts, 1, capacity)
+    max_rows = allot_rows(assignments, options.buffer_factor, all_rows)
+    limits_rows = max_rows is not all_rows and max_rows < all_rows  # a symbolic size has the worst case itself
+    limits_slots = slots is not all_slots and slots < all_slots
+    align = math.lcm(align_wi, align_wo)
+    first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if limits_rows else None)
+    later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * LATER_ROWS // 20))
+
+    reduce_dtype = get_grad_reduce(options.grad_reduce_dtype)
+    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, (ep, (), (), tp), reduce_dtype)
+    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, (ep, tp, ()), reduce_dtype)
+    return BlockPlan(
+        config=config,
+        recipe=recipe,
+        axes=axes,
+        wi=wi,
+        wo=wo,
+        dtype=dtype,
+        kernels=kernels,
+        first=Round(exchange, first),
+        later=Round(dataclasses.replace(exchange, slots=later_slots), later),
+        overflows=limits_rows or limits_slots,
+        expected=assignments,
+        save_rows=options.save_rows and (bool(ep) or frozen or not gathers_x),
+        frozen=frozen,
+        gathers_x=gathers_x,
+        gathers_dy=gathers_dy,
+    )
+
+
+def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
+    """Returns the portable transport whose balanced step sends the fewest bytes, and of equal ones the first.
+
+    With a capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on the way.
+    """
+    if not axes.ep or config.capacity_factor is not None:
+        return AUTO
+    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
+    # A row has the same bytes in every portable transport, and the ranks are as many: the fewest rows of a rank are
+    # the fewest bytes.
+    return min(portable, key=lambda name: slots if TRANSPORTS[name].has_slots else tokens)

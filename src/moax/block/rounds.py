@@ -1,0 +1,280 @@
+"""The rounds of a block on one device: the first round, and overflow rounds for what found no room in its buffers.
+
+The buffers hold `buffer_factor` times the balanced load. A routing that needs more takes overflow rounds, so that
+nothing is dropped. The first round has
+
+    slots 0 to S - 1 of each pair of ranks                S slots a pair
+    the first M received rows in expert order             M rows
+
+Each rank then tells the others which assignments it has computed, and the tokens that are left for a rank have slots
+anew. Round (p, n) of the loop has
+
+    slots p S / 2 to (p + 1) S / 2 - 1 of each pair       S / 2 slots a pair
+    the received rows from n on, in expert order          0.45 M rows, because a token has fewer rows left
+
+With S = 4 and M = 6, let 5 tokens want experts 0 and 1 of a rank. The first round has expert 0 of tokens 0 to 3 and
+expert 1 of tokens 0 and 1. Round (0, 0) has expert 1 of tokens 2 and 3, and round (1, 0) has both of token 4.
+
+The first round is outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. Later
+rounds exchange and compute again in backward, and only sums last from one round to the next. The loop is in the middle
+of the first round, between its two matmuls: a GPU waits for its host where a loop may begin, and the host then launches
+the rest of the step while the second matmul runs. Each round holds collectives: the ranks of ep make equally many
+rounds, as many as the busiest of them needs.
+
+Barriers hold this order: `finish` keeps the steps on both sides of the loop apart, and bounds what is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from moax.block.chain import Residuals, backward_down, backward_up, forward_down, forward_up
+from moax.block.plan import BlockPlan
+from moax.block.small_terms import Weights
+from moax.kernels import Operand, implementation
+from moax.kernels.device import collectives_may_race
+from moax.mesh.axes import Names
+from moax.mesh.collectives import reduce_max, vary_like
+from moax.ops.dispatch_combine import combine_forward, dispatch_forward
+from moax.ops.permutation import count_rows
+from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_shard
+from moax.types import Received
+
+# The tokens x [T, H], experts [T, K] i32 and routing weights [T, K] f32.
+Inputs = tuple[Float[Array, "T H"], Int[Array, "T K"], Float[Array, "T K"]]
+Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
+Layouts = tuple[WeightLayout, WeightLayout]  # of wi and wo
+Gathered = tuple[Operand, Operand]  # wi and wo
+
+finish = lax.optimization_barrier  # (values) -> values; XLA computes all of them before anything that reads one
+keep_in_loop = lax.optimization_barrier  # (values) -> values; XLA moves nothing that reads them out of a loop
+
+
+class Cursor(NamedTuple):
+    """Where the loop of overflow rounds stands. A [3] i32 array holds it between forward and backward.
+
+    Attributes:
+      exchange: p of the next round (p, n), its round of the exchange.
+      start: n of the next round, its first received row in expert order.
+      end: the first round of the exchange that no rank needs.
+    """
+
+    exchange: Int[Array, ""]
+    start: Int[Array, ""]
+    end: Int[Array, ""]
+
+
+class ForwardResult(NamedTuple):
+    """The results of all rounds of forward.
+
+    Attributes:
+      y: [T, H], a partial sum where tp splits F.
+      dropped: [1] i32, the dropped assignments.
+      rounds: [1] i32, the most rounds of any rank.
+      saved: the residuals of the first round.
+    """
+
+    y: Float[Array, "T H"]
+    dropped: Int[Array, " 1"]
+    rounds: Int[Array, " 1"]
+    saved: Residuals
+
+
+def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered) -> ForwardResult:
+    """Runs all rounds of forward, with wi and wo `gathered` for matmuls over their rows."""
+    wi, wo = gathered
+    received, exchange_rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
+    if not p.overflows:
+        halfway = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+        y, dropped = forward_down(p, p.first, received, halfway, w, wo)
+        return ForwardResult(y, dropped, jnp.ones(1, jnp.int32), halfway.saved)
+    cursor = find_overflow(p, received, exchange_rounds)
+    # The exchange has just brought the ranks together, so here they agree without a wait.
+    received, cursor = finish((received, reduce_max(cursor, find_together(p, layouts))))
+    halfway = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+    saved = halfway.saved
+
+    def run_round(received, start, w, gathered, total):
+        wi, wo = gathered
+        y_sum, num_rounds = total
+        halfway = forward_up(p, p.later, received, w, wi, keep=False, start=start)
+        y, _ = forward_down(p, p.later, received, halfway, w, wo)
+        return y_sum + y, num_rounds + 1
+
+    no_rounds = (jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32))
+    begin = after((saved.h, received), cursor)
+    (h, a), no_rounds, begin = finish(((saved.h, halfway.a), no_rounds, begin))
+    y_overflow, num_rounds = _repeat(p, layouts, begin, saved, inputs, w, gathered, run_round, no_rounds)
+    h, a, y_overflow = finish((h, a, y_overflow))
+    h, a = after(y_overflow, (h, a))
+    saved = saved._replace(h=h)
+    y, dropped = forward_down(p, p.first, received, halfway._replace(saved=saved, a=a), w, wo)
+    y = y + y_overflow
+    saved = saved._replace(overflow=after(y, cursor))
+    return ForwardResult(y, dropped, reduce_max(num_rounds, p.axes.tokens)[None], saved)
+
+
+def run_backward(
+    p: BlockPlan,
+    layouts: Layouts,
+    saved: Residuals,
+    inputs: Inputs | None,
+    w: Weights[Array],
+    quantized: Quantized,
+    gathered: Gathered,
+    dy: Float[Array, "T H"],
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
+    """Runs all rounds of backward, with wi and wo `gathered` for matmuls over their columns.
+
+    Later rounds also gather wi for matmuls over its rows, from `quantized` where the caller keeps it. The inputs are
+    None where backward reads none of them.
+
+    Returns dx [T, H], d_weights [T, K], and the gradients of the gathered weights.
+    """
+    wi, wo = gathered
+    x = None if inputs is None else inputs[0]
+    cursor = saved.overflow
+    if cursor is not None:
+        dy = after(cursor, dy)
+    num_rows = saved.plan.gather_idx.shape[0]
+    local = implementation(p.kernels)
+    groups = local.find_groups(saved.plan.group_sizes, p.first.permute.align, num_rows, p.expected)
+    none = Weights(None, None)
+    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, none)
+    if cursor is None or inputs is None:
+        dx, d_weights = backward_up(p, p.first, saved, groups, halfway, wi)
+        return dx, d_weights, dw
+    wi_source = None
+    if p.recipe.wi.w is not None:  # matmuls over rows take a quantized wi in another form than those over columns
+        wi_source = (w.wi if quantized[0] is None else None, quantized[0])
+
+    def run_round(received, start, w, operands, total):
+        (wi, wo), wi_source, dy = operands
+        dx_sum, d_weights_sum, dw = total
+        wi_rows = wi
+        if wi_source is not None:
+            (wi_rows,) = gather_shard((p.wi, "rows"), layouts[0], *wi_source)
+        saved, groups, _ = forward_up(p, p.later, received, w, wi_rows, keep=True, start=start)
+        h, dy = finish((saved.h, dy))  # one exchange's buffers are in memory at a time
+        saved = saved._replace(h=h)
+        halfway, dw = backward_down(p, p.later, saved, groups, None, w, wo, dy, dw)
+        halfway, dw = finish((halfway, dw))  # the operands of wgrad leave the memory before dx comes
+        dx, d_weights = backward_up(p, p.later, saved, groups, halfway, wi)
+        return dx_sum + dx.astype(dx_sum.dtype), d_weights_sum + d_weights.astype(d_weights_sum.dtype), dw
+
+    no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs[2].shape, jnp.float32), dw)
+    halfway, no_rounds = finish((halfway, no_rounds))
+    operands = (gathered, wi_source, dy)
+    dx_overflow, d_weights_overflow, dw = _repeat(p, layouts, cursor, saved, inputs, w, operands, run_round, no_rounds)
+    halfway, overflow = finish((halfway, [dx_overflow, d_weights_overflow]))
+    dx, d_weights = backward_up(p, p.first, saved, groups, after(overflow, halfway), wi)
+    dx_overflow, d_weights_overflow = overflow
+    return dx + dx_overflow, d_weights + d_weights_overflow, dw
+
+
+def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, ""]) -> Int[Array, " 3"]:
+    """Returns where the loop of overflow rounds begins and ends on this rank, as a `Cursor` in an array."""
+    needs_rounds = exchange_rounds > 1
+    max_rows = p.first.permute.max_rows
+    if max_rows is not None:
+        needs_rounds |= count_rows(p.first.permute, received.experts) > max_rows
+    start = 0
+    if p.first.permute.capacity is not None:  # all rounds have the slots of the first one, whose rows come first
+        start = max_rows or 0
+    return jnp.stack(Cursor(jnp.int32(0), jnp.int32(start), needs_rounds.astype(jnp.int32)))
+
+
+def _repeat[State](
+    p: BlockPlan,
+    layouts: Layouts,
+    cursor: Int[Array, " 3"],
+    saved: Residuals,
+    inputs: Inputs,
+    w: Weights[Array],
+    operands: PyTree,
+    run_round: Callable[..., State],
+    total: State,
+) -> State:
+    """Runs total = run_round(received, start, small weights, operands, total) for each overflow round."""
+    together = find_together(p, layouts)
+    max_rows = p.later.permute.max_rows
+    # Without a capacity the first round's assignments leave, and the others have slots anew.
+    computed = None
+    if p.first.permute.capacity is None:
+        computed = (saved.plan.scatter_idx, saved.sent)
+    small = w._replace(wi=None, wo=None)
+
+    def is_needed(state):
+        exchange, _, end = state[0]
+        return exchange < end
+
+    def advance(state):
+        (exchange, start, _), total = state
+        # Every step would pay for loop invariants that XLA moves out of the loop.
+        invariants = (inputs, small, operands, computed)
+        exchange, start, invariants = keep_in_loop((exchange, start, invariants))
+        (x, experts, weights), small_, operands_, computed_ = invariants
+        if computed_ is not None:
+            experts = leave_out(p, experts, saved.plan.gather_idx.shape[0], *computed_)
+        received, end = dispatch_forward(p.later.exchange, x, experts, weights, exchange)
+        total = run_round(received, start, small_, operands_, total)
+        # `end` is the first round that this rank knows not to be needed.
+        most = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
+        num_rows, end = vary_like(most, inputs, w)
+        next_start = start + max_rows
+        is_last = next_start >= num_rows  # of this round of the exchange
+        exchange = jnp.where(is_last, exchange + 1, exchange)
+        start = jnp.where(is_last, 0, next_start)
+        return jnp.stack(Cursor(exchange, start, end)), total
+
+    # Inside a `shard_map` the types of the sums vary over the same axes as the operands.
+    state = jax.tree.map(lambda v: vary_like(v, inputs, w), (cursor, total))
+    _, total = lax.while_loop(is_needed, advance, state)
+    return total
+
+
+def leave_out(
+    p: BlockPlan, experts: Int[Array, "T K"], num_rows: int, scatter_idx: Int[Array, "R K"], sent: PyTree
+) -> Int[Array, "T K"]:
+    """Returns the experts, E in place of each assignment that the first round, of `num_rows` rows, computed."""
+    is_computed = (scatter_idx < num_rows).astype(jnp.float32)
+    # The rank of an assignment sends 1 back, on the way of its row.
+    is_computed = combine_forward(p.first.exchange, is_computed, sent)
+    return jnp.where(is_computed > 0, p.config.num_experts, experts)
+
+
+def find_together(p: BlockPlan, layouts: Layouts) -> Names:
+    """Returns the axes of tokens whose devices make equally many rounds, because a round has collectives over them.
+
+    These are ep; the axes over which a quantized wi is gathered, since backward gathers it again for its rows; and all
+    axes of tokens if one scale holds for a whole tensor.
+    """
+    formats = [format for recipe in (p.recipe.wi, p.recipe.wo) for format in (recipe.x, recipe.dy)]
+    if any(format is not None and format.shared for format in formats):
+        return p.axes.tokens
+    gathered = set[str]()
+    if p.recipe.wi.w is not None:
+        # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.
+        for names in (*layouts[0].gather, *find_layout(p.wi).gather):
+            gathered.update(names)
+    return tuple(name for name in p.axes.tokens if name in gathered.union(p.axes.ep))
+
+
+def after[T](first: PyTree, then: T) -> T:
+    """Returns the arrays of `then`, not before all arrays of `first` are known where collectives may race.
+
+    Let two CPUs run two all-gathers that no data joins. XLA may run both at once, and pair the first of one device with
+    the second of the other, so that each gets bytes of the wrong array. So the collectives of the loop and of the first
+    round, and of forward and of backward, need such data where dy is a constant or rows are dropped.
+    """
+    if not collectives_may_race():
+        return then
+    bounded = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
+    never = sum(bounded) < -2 * len(bounded)  # always False, which XLA does not know
+    return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)
