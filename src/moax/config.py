@@ -74,7 +74,8 @@ class RouterConfig:
     def __post_init__(self):
         check_fields(self, "RouterConfig: ", positive=("scale",))
         if self.top_groups > self.num_groups:
-            raise ValueError(f"RouterConfig: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
+            groups = f"top_groups={self.top_groups} must be at most num_groups={self.num_groups}"
+            raise ValueError(f"RouterConfig: {groups}")
         if self.histogram and (not self.bias or self.num_groups > 1):
             needs = f"bias=True and num_groups=1; they are {self.bias} and {self.num_groups}"
             raise ValueError(f"RouterConfig: histogram=True needs {needs}")
@@ -153,14 +154,16 @@ class MoEConfig:
     def __post_init__(self):
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
-        check_fields(self, "MoEConfig: ", positive=("activation_limit", "capacity_factor"), zero=("shared_d_ff",))
+        positive = ("activation_limit", "capacity_factor")
+        check_fields(self, "MoEConfig: ", positive=positive, zero=("shared_d_ff",))
         check_activation("MoEConfig: activation", self.activation)
         if self.use_bias and self.weights_at == "input":
             raise ValueError("MoEConfig: weights_at='input' needs use_bias=False")
         if self.shared_gate and not self.shared_d_ff:
             raise ValueError("MoEConfig: shared_gate=True needs a shared expert; set shared_d_ff")
         if self.gates != 2 and self.activation_limit is not None:
-            raise ValueError(f"MoEConfig: activation_limit={self.activation_limit!r} needs an activation with a gate")
+            limit = f"activation_limit={self.activation_limit!r}"
+            raise ValueError(f"MoEConfig: {limit} needs an activation with a gate")
         self.router.check_experts(self.num_experts, self.top_k)
 
     @functools.cached_property
@@ -228,7 +231,8 @@ class Options:
 def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
     """Returns the options with these fields; TypeError, which names the caller, where `Options` lacks a keyword's."""
     check_value("options", options, Options)
-    check_keywords(caller, keywords, [field.name for field in dataclasses.fields(Options)], "moax.Options")
+    fields = [field.name for field in dataclasses.fields(Options)]
+    check_keywords(caller, keywords, fields, "moax.Options")
     return dataclasses.replace(options, **keywords) if keywords else options
 
 

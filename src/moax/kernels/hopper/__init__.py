@@ -55,7 +55,7 @@ __all__ = xla.__all__
 # A matmul whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
 WAVES = 4
 HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
-# for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
+# For wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24).
 GATHER_HIDDEN = 1536
 
 

@@ -13,7 +13,7 @@ from moax.kernels.groups import Groups, align_up, sum_before
 from moax.recipe import Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
-# the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
+# A warpgroup multiplies the rows of half a block, and groups in bf16 start at multiples of it.
 HALF = 64
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
 GATHER_WIDTH = 64  # the producer of a matmul gathers lines of so many bf16 elements

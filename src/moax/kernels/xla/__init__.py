@@ -45,7 +45,7 @@ __all__ = [
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
-# the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+# The most comparisons of blocks. A cumulative sum, which takes their place, is several kernels and few additions.
 COMPARED = 1 << 26
 ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
 STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
@@ -139,7 +139,7 @@ def gather_sum(
 ) -> Float[Array, "R H"]:  # fmt: skip
     """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32."""
     total = jnp.zeros((), jnp.float32)
-    # K is small, and this way no array [R, K, H] is in memory
+    # K is small, and in this loop no array [R, K, H] is in memory.
     for k in range(scatter_idx.shape[1]):
         index = scatter_idx[:, k]
         row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)

@@ -36,9 +36,9 @@ from moax.kernels.scales import DTYPES
 from moax.mesh.collectives import with_vma_of_inputs
 from moax.recipe import Format
 
-# the axis `i` of a grid counts halves of blocks, unless columns are quantized
+# The axis `i` of a grid counts halves of blocks, unless columns are quantized.
 HALVES = BLOCK // HALF
-# a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
+# A warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM.
 PART = 32
 # The elementwise primitives that Mosaic lowers for Hopper GPUs; `evaluate` makes an addition of add_any.
 KNOWN = {

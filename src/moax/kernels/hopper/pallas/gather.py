@@ -28,7 +28,7 @@ CHUNK = 16  # the bytes of a lane's copy
 BOX = 8  # so many lanes copy a line, and so many rows repeat the swizzle
 EACH = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a thread holds one value
 ONE = plgpu.Layout.WG_SPLAT(())
-# so many further stages are begun before a stage is waited for; with 2, matmuls take as long
+# The producer begins so many further stages before it waits for a stage; with 2, matmuls take as long.
 BEHIND = 1
 
 

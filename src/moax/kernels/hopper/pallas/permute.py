@@ -26,7 +26,7 @@ from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch
 from moax.mesh.collectives import with_vma_of_inputs
 
-# the bytes that a block of threads has in flight; five or six blocks fill an SM
+# A block of threads has so many bytes in flight; five or six blocks fill an SM.
 IN_FLIGHT = 32 * 1024
 MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolled
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
@@ -170,7 +170,7 @@ def gather_sum(
         buffer=plgpu.SMEM((count, terms, held), rows.dtype),
         arrived=plgpu.Barrier(num_arrivals=terms, num_barriers=count),
     )
-    # CUDA takes 65535 blocks at most along a second dim
+    # CUDA takes 65535 blocks at most along a second dim.
     grid = dict(block=results // count * parts)
     out = jax.ShapeDtypeStruct((results, width), rows.dtype)
     run = launch(gather_sum, out, grid, scratch, None)

@@ -303,7 +303,7 @@ def run(
             def free(n, number):
                 def step(k, _):
                     slot = lax.rem(number + k, tile.stages)
-                    # Without it the barrier could count two arrivals of one step.
+                    # Without this wait the barrier could count two arrivals of one step.
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(empty.at[slot])
 
@@ -313,7 +313,7 @@ def run(
                 place = place_of(i)
                 n = steps(place, *inputs)
                 if has_rows is None:
-                    pl.when(True)(lambda: compute(place, n, number))
+                    compute(place, n, number)
                 else:
                     computes = has_rows(place, warpgroup)
                     pl.when(computes)(lambda: compute(place, n, number))
@@ -338,7 +338,7 @@ def run(
             added = run(operands, wide, tile, stages, name=name, **walk, **work)
             return (total.astype(jnp.float32) + added).astype(dtype)
 
-        # JAX has no reference to an array whose type varies
+        # JAX has no reference to an array whose type varies.
         if any(map(varying, jax.tree.leaves((total, operands)))):
             return add_apart(total, *operands)
         return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)

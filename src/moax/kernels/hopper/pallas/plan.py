@@ -35,7 +35,7 @@ from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
 from moax.mesh.collectives import with_vma_of_inputs
 
-# the assignments of a step, the groups that are compared at one time, and the rows of a top k
+# A step has so many assignments, and compares so many groups at one time; a top k takes so many rows.
 STEP = 64
 BLOCKS = 128  # the most blocks, one a multiprocessor: each block adds the counts of all blocks
 AHEAD = 32  # so many counts are loaded before the first one is added

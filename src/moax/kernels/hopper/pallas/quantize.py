@@ -62,7 +62,7 @@ def quantize_rows(
     x = _pad(x, 1)
     alike = not varying(x)
     size = x.shape[0] if gather_idx is None else gather_idx.shape[0]
-    # Mosaic drops a dim of one row, and a row past its end would be row 0
+    # Mosaic drops a dim of one row, and a row past its end would be row 0.
     if gather_idx is not None and x.shape[0] == 1:
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if size % BLOCK:
@@ -269,7 +269,7 @@ def check_source(name: str, x, dims: int) -> None:
 def tile_buffer(dtype, width: int, rows: int = BLOCK, columns: int = BLOCK, together: int = 8):
     """Returns SMEM for a tile of an array of this width; one copy brings `together` rows at least."""
     size = jnp.dtype(dtype).itemsize
-    # TMA needs boxes that divide the width
+    # TMA needs boxes that divide the width.
     box = next(n for n in (128, 64, 32) if width * size % n == 0)
     transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
@@ -350,9 +350,9 @@ def amax(value):
     # The product drops the sign, and the sum wraps NaN and Inf around to the smallest numbers. These are two integer
     # instructions for each element.
     bits = lax.bitcast_convert_type(value, jnp.uint32)
-    wrapped = jnp.uint32(1 << 24)
-    largest = jnp.max(bits * jnp.uint32(2) + jnp.uint32(1 << 24), axis=1)
-    largest = jnp.maximum(largest, jnp.uint32(1 << 24)) - wrapped
+    wrap = jnp.uint32(1 << 24)
+    largest = jnp.max(bits * jnp.uint32(2) + wrap, axis=1)
+    largest = jnp.maximum(largest, wrap) - wrap
     return lax.bitcast_convert_type(largest >> 1, jnp.float32)
 
 
