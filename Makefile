@@ -97,7 +97,6 @@ check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s witho
 
 check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels are beside their collectives (20 minutes)
 	$(ON_H200S) overlap
-	$(ON_H200S) overlap --exchange all_to_all --recipes fp8_block
 
 $(SASS_VENV)/.installed: constraints.txt Makefile
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \

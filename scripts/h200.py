@@ -11,9 +11,7 @@ memory    compiles a scan of qwen3-30b layers for 8 and 64 H200s, and prints its
           by more than a tenth, or where a program runs a kernel twice.
 overlap   compiles layers (dense products, norms, the block) in `jax.lax.scan` over fsdp, as XLA is installed and with
           `moax.OVERLAP_OPTIONS`, and prints how many kernels of the products' ops are between the start and the done of
-          each collective of the experts' weights. It fails where with the options more than one has none. With
-          --exchange it compiles one layer over ep, with one chunk and with two, prints the kernels beside dispatch and
-          combine, and fails where two chunks have none.
+          each collective of the experts' weights. It fails where with the options more than one has none.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from benchmarks import report
-from benchmarks.block.overlap import DENSE, make_step, norm
+from benchmarks.block.overlap import DENSE, make_step
 from moax import inspect
 from moax.estimate import estimate
 from moax.kernels.hopper.pallas import exchange
@@ -65,8 +63,6 @@ MEMORY_CASES = (  # recipe, ep, buffer_factor, save_rows
 KERNEL_HASH = re.compile(r'kernel_hash = ("(?:[^"\\]|\\.)*")')
 LARGE = 2**24  # bytes: a collective of the experts' weights
 KERNEL = re.compile(r"(experts|experts_grad|grouped_matmul|grouped_matmul_grad)\)*/")
-STEP = re.compile(r"(dispatch|combine|combine_grad|dispatch_grad)\)*/")
-PRODUCT = re.compile(r"(expert_up|expert_down)\)*/")
 BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
 COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter|all-to-all)(-start)?\(")
 
@@ -285,17 +281,6 @@ def lower_scan(gpus: int, layers: int, recipe: str | None):
         return make_step(QWEN3, recipe, "hopper").lower({"dense": [dense] * DENSE, "moe": params}, x)
 
 
-def lower_exchange(gpus: int, **options):
-    """Returns the lowered loss and gradients of one layer over ep, on the engine whose programs keep all scopes."""
-
-    def loss(params, x):
-        y, stats = moax.moe(norm(x), params, QWEN3, kernels="hopper", engine="shard_map", **options)
-        return jnp.mean(jnp.square((x + y).astype(F32))) + stats.aux_loss
-
-    with jax.set_mesh(mesh_of_h200s((gpus,), ("ep",))):
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*make_operands(QWEN3, gpus * TOKENS))
-
-
 def size(types: str) -> int:
     """Returns the bytes of the largest array in the text of a type."""
     arrays = re.findall(r"(\w+)\[([\d,]+)\]", types)
@@ -309,12 +294,12 @@ def is_kernel(line: str) -> bool:
     return is_call and name is not None and KERNEL.search(name[1]) is not None
 
 
-def read(text: str, loops: bool) -> list[dict[str, Any]]:
-    """Returns a row for each large collective of a scheduled program, in the bodies of its loops or outside of them."""
+def read(text: str) -> list[dict[str, Any]]:
+    """Returns a row for each large collective in the bodies of the loops of a scheduled program."""
     bodies, rows = set(re.findall(r"body=%([\w.\-]+)", text)), []
     for block in re.split(r"\n(?=%|ENTRY)", text):
         name, *lines = block.splitlines()
-        if (name.split()[0].strip("%") in bodies) != loops:
+        if name.split()[0].strip("%") not in bodies:
             continue
         for i, line in enumerate(lines):
             found = COLLECTIVE.search(line)
@@ -324,42 +309,26 @@ def read(text: str, loops: bool) -> list[dict[str, Any]]:
                     ends = re.compile(rf"{found[3]}-done\(.*%{re.escape(found[1])}\)")
                     done = next(j for j, other in enumerate(lines) if ends.search(other))
                 beside = [line for line in lines[i:done] if is_kernel(line)]
-                row = {"collective": found[3], "bytes": size(found[2]), "kernels_beside": len(beside)}
-                step = STEP.search(line)
-                products = sum(PRODUCT.search(line) is not None for line in beside)
-                rows.append(row if loops else {"step": step and step[1]} | row | {"products_beside": products})
+                rows.append({"collective": found[3], "bytes": size(found[2]), "kernels_beside": len(beside)})
     return rows
 
 
 def check_overlap(args: argparse.Namespace) -> int:
     """Prints the kernels beside the collectives of each program; returns 1 where one lacks them."""
-    given = (args.recipes, args.exchange or "", args.buffer_factors)
-    recipes, exchanges, factors = ([None if w == "none" else w for w in words.split(",")] for words in given)
-    keys, cases = ("recipe", "options"), itertools.product(recipes, (True, False))
-    if args.exchange:
-        keys, cases = ("exchange", "recipe", "buffer_factor", "chunks"), itertools.product(
-            exchanges, recipes, factors, (1, 2))  # fmt: skip
-    rows, failed = [], False
-    for about in (dict(zip(keys, case, strict=True)) for case in cases):
-        if args.exchange:
-            factor = about["buffer_factor"] and float(about["buffer_factor"])
-            program = lower_exchange(args.gpus, **about | {"buffer_factor": factor})
-        else:
-            program = lower_scan(args.gpus, args.layers, about["recipe"])
-        compiled = program.compile(compiler_options=moax.OVERLAP_OPTIONS if about.get("options", True) else None)
-        found = read(compiled.as_text(), loops=not args.exchange)
+    rows = []
+    failed = False
+    for recipe, options in itertools.product(args.recipes.split(","), (True, False)):
+        program = lower_scan(args.gpus, args.layers, None if recipe == "none" else recipe)
+        compiled = program.compile(compiler_options=moax.OVERLAP_OPTIONS if options else None)
+        found = read(compiled.as_text())
         temporary = compiled.memory_analysis().temp_size_in_bytes
-        rows.append(about | {"temporary_bytes": temporary, "collectives": found})
-        named = ", ".join(f"{name}={value}" for name, value in about.items())
-        print(f"{named}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
+        rows.append({"recipe": recipe, "options": options, "temporary_bytes": temporary, "collectives": found})
+        print(f"{recipe}, options={options}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
         for row in found:
             print("  " + ", ".join(f"{name} {value}" for name, value in row.items()))
-        if args.exchange:
-            failed |= about["chunks"] == 2 and not any(row["kernels_beside"] for row in found)
-        else:
-            waits = sum(not row["kernels_beside"] for row in found)  # backward begins with the gather of wo
-            failed |= about["options"] and (not found or waits > 1)
-    save(args.out, rows, gpus=args.gpus, layers=1 if args.exchange else args.layers, options=moax.OVERLAP_OPTIONS)
+        waits = sum(not row["kernels_beside"] for row in found)  # backward begins with the gather of wo
+        failed |= options and (not found or waits > 1)
+    save(args.out, rows, gpus=args.gpus, layers=args.layers, options=moax.OVERLAP_OPTIONS)
     return int(failed)
 
 
@@ -390,8 +359,6 @@ def main() -> int:
             add("--gpus", type=int, default=8)
             add("--layers", type=int, default=4)
             add("--recipes", default="fp8_block,none")
-            add("--exchange", help="transports of one layer over ep, in place of the scans")
-            add("--buffer-factors", default="1.25,none", help="of the layer over ep; none: the worst case")
     args = parser.parse_args()
     return args.run(args)
 

@@ -31,6 +31,10 @@ from moax.recipe import Recipes, get_recipes
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
 LATER_ROWS = 9
+# The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them. On
+# H200s all_to_all was slower by 4 % with 0.94 times the rows (Mixtral, ep 2) and as fast with 0.55 times (ep 4); see
+# docs/how-to/choose.md.
+SLOT_COST = 1.8
 
 
 class Round(NamedTuple):
@@ -89,7 +93,7 @@ def make_plan(
 
     Args:
       config, options: the block, and how it runs.
-      transport: the name of the transport; None chooses one, see `choose_transport`.
+      transport: the name of the transport; None leaves the choice to `choose_transport`.
       declared: the spec of each parameter.
       axes, dtype, frozen: see `BlockPlan`.
 
@@ -157,13 +161,12 @@ def make_plan(
 
 
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
-    """Returns the portable transport whose balanced step sends the fewest bytes, and of equal ones the first.
+    """Returns the portable transport whose balanced step costs least, and of equal ones the first.
 
-    With a capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on the way.
+    A row has the same bytes in every portable transport, and costs `SLOT_COST` times as much if it has a slot. With a
+    capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO
     portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
-    # A row has the same bytes in every portable transport, and the ranks are as many: the fewest rows of a rank are
-    # the fewest bytes.
-    return min(portable, key=lambda name: slots if TRANSPORTS[name].has_slots else tokens)
+    return min(portable, key=lambda name: slots * SLOT_COST if TRANSPORTS[name].has_slots else tokens)
