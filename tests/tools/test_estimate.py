@@ -147,15 +147,22 @@ def test_memory_of_a_balanced_load():
     assert small.saved < 0.55e9 and worst.saved > 2.5e9
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("mesh", [{"ep": 8}, {"ep": 64}])
-def test_auto_sends_the_fewest_bytes(mesh):
-    """Breaks if `auto` is not the transport for which the estimate of the same mesh sends the fewest bytes."""
-    found = [
-        estimate("qwen3-30b", mesh, 512, exchange=e, kernels="xla").wire_bytes()
-        for e in ("auto", "all_gather", "all_to_all")
-    ]
-    assert found[0] == min(found)
+@pytest.mark.parametrize(
+    ("model", "ep", "transport"),
+    [
+        ("qwen3-30b", 8, "all_gather"),
+        ("qwen3-30b", 64, "all_to_all"),
+        ("mixtral-8x7b", 2, "all_gather"),
+        ("mixtral-8x7b", 8, "all_to_all"),
+    ],
+)
+def test_auto_counts_a_row_with_a_slot_as_more(model, ep, transport):
+    """Breaks if `auto` takes all_to_all where it saves fewer bytes than its slots cost, or leaves it where it saves
+    more; ep 2 of Mixtral is a measured case."""
+    auto, alone = (
+        estimate(model, {"ep": ep}, 512, exchange=e, kernels="xla").wire_bytes() for e in ("auto", transport)
+    )
+    assert auto == alone
 
 
 def routed(config, tokens, ranks):

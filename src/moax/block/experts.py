@@ -1,7 +1,7 @@
 """The experts of a block on a mesh, under one `custom_vjp`: each direction gathers the weights and runs its rounds.
 
-    forward    gather wi, wo for matmuls over rows       rounds of forward
-    backward   gather wi, wo for matmuls over columns    rounds of backward    scatter the gradients of wi, wo
+    forward    gather wi, wo for fprop    rounds of forward
+    backward   gather wi, wo for dgrad    rounds of backward    scatter the gradients of wi, wo
 
 Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter, `rounds.py` the rounds.
 """
@@ -58,11 +58,11 @@ def apply_experts(
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     x, experts, weights = inputs
     quantized_wi, quantized_wo = quantized
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "rows")
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "fprop")
     # Collectives run in the order of their starts, and the first matmul reads wi: the gather of wo starts when the
     # routing is known.
     wo, quantized_wo, experts = lax.optimization_barrier((w.wo, quantized_wo, experts))
-    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "rows")
+    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "fprop")
     y, dropped, rounds, saved = _forward_op(view, p, x, experts, weights, w, (gathered_wi, gathered_wo))
     # A policy of `jax.checkpoint` knows the residuals by these names.
     rows, h, *planned = saved
@@ -82,8 +82,8 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     behind_dy = (inputs, w._replace(wo=None), quantized_wi, cotangents[0])
     inputs, w, quantized_wi, dy = lax.optimization_barrier(behind_dy)
     w = w._replace(wo=wo)
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "columns")
-    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "columns")
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "dgrad")
+    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "dgrad")
     x, experts, weights = (None, None, None) if inputs is None else inputs
     gathered = (gathered_wi, gathered_wo)
     quantized = (quantized_wi, quantized_wo)

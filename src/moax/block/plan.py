@@ -31,9 +31,8 @@ from moax.recipe import Recipes, get_recipes
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
 LATER_ROWS = 9
-# The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them. On
-# H200s all_to_all was slower by 4 % with 0.94 times the rows (Mixtral, ep 2) and as fast with 0.55 times (ep 4); see
-# docs/how-to/choose.md.
+# The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them.
+# On H200s all_to_all was slower by 4 % with 0.94 times the rows (Mixtral, ep 2), and as fast with 0.55 times (ep 4).
 SLOT_COST = 1.8
 
 

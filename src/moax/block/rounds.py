@@ -87,7 +87,7 @@ class ForwardResult(NamedTuple):
 
 
 def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered) -> ForwardResult:
-    """Runs all rounds of forward, with wi and wo `gathered` for matmuls over their rows."""
+    """Runs all rounds of forward, with wi and wo `gathered` for fprop."""
     wi, wo = gathered
     received, exchange_rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
     if not p.overflows:
@@ -129,10 +129,10 @@ def run_backward(
     quantized: Quantized,
     gathered: Gathered,
     dy: Float[Array, "T H"],
-) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
-    """Runs all rounds of backward, with wi and wo `gathered` for matmuls over their columns.
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array | None]]:
+    """Runs all rounds of backward, with wi and wo `gathered` for dgrad.
 
-    Later rounds also gather wi for matmuls over its rows, from `quantized` where the caller keeps it. The inputs are
+    Later rounds also gather wi for fprop, from `quantized` where the caller keeps it. The inputs are
     None where backward reads none of them.
 
     Returns dx [T, H], d_weights [T, K], and the gradients of the gathered weights.
@@ -145,22 +145,21 @@ def run_backward(
     num_rows = saved.plan.gather_idx.shape[0]
     local = implementation(p.kernels)
     groups = local.find_groups(saved.plan.group_sizes, p.first.permute.align, num_rows, p.expected)
-    none = Weights(None, None)
-    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, none)
+    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, Weights(None, None))
     if cursor is None or inputs is None:
         dx, d_weights = backward_up(p, p.first, saved, groups, halfway, wi)
         return dx, d_weights, dw
     wi_source = None
-    if p.recipe.wi.w is not None:  # matmuls over rows take a quantized wi in another form than those over columns
+    if p.recipe.wi.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
 
     def run_round(received, start, w, operands, total):
         (wi, wo), wi_source, dy = operands
         dx_sum, d_weights_sum, dw = total
-        wi_rows = wi
+        wi_fprop = wi
         if wi_source is not None:
-            (wi_rows,) = gather_shard((p.wi, "rows"), layouts[0], *wi_source)
-        saved, groups, _ = forward_up(p, p.later, received, w, wi_rows, keep=True, start=start)
+            (wi_fprop,) = gather_shard((p.wi, "fprop"), layouts[0], *wi_source)
+        saved, groups, _ = forward_up(p, p.later, received, w, wi_fprop, keep=True, start=start)
         h, dy = finish((saved.h, dy))  # one exchange's buffers are in memory at a time
         saved = saved._replace(h=h)
         halfway, dw = backward_down(p, p.later, saved, groups, None, w, wo, dy, dw)
@@ -208,7 +207,7 @@ def _repeat[State](
     computed = None
     if p.first.permute.capacity is None:
         computed = (saved.plan.scatter_idx, saved.sent)
-    small = w._replace(wi=None, wo=None)
+    small = Weights(None, None, *w[2:])
 
     def is_needed(state):
         exchange, _, end = state[0]
