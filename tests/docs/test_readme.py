@@ -401,4 +401,3 @@ def test_times_of_layers_in_a_scan_are_committed():
             assert f"| {tokens}, {label} | {' | '.join(cells)} |" in page
     for recipe in ("none", "fp8_block"):
         assert f"{rows['moax', recipe, 8192, 2, False]['ms_a_layer']:.2f}" in page
-

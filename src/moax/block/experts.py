@@ -27,7 +27,13 @@ from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.collectives import vary_like
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
-from moax.ops.weights import WeightSpec, find_layout, gather_weight, quantized_specs, scatter_gradient
+from moax.ops.weights import (
+    WeightSpec,
+    find_layout,
+    gather_weight,
+    quantized_specs,
+    scatter_gradient,
+)
 from moax.params import DIMS
 
 OVERLAP_HINT = (
@@ -68,7 +74,12 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
     rows, h, *planned = saved
     rows, h, planned = (checkpoint_name(v, name) for v, name in zip((rows, h, planned), CHECKPOINT_NAMES, strict=True))
     needs_inputs = p.overflows or not p.save_rows
-    return (y, dropped, rounds), (Residuals(rows, h, *planned), inputs if needs_inputs else None, w, quantized)
+    return (y, dropped, rounds), (
+        Residuals(rows, h, *planned),
+        inputs if needs_inputs else None,
+        w,
+        quantized,
+    )
 
 
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
@@ -134,7 +145,10 @@ def _sharding(p: BlockPlan, operands, operand_specs, *, backward: bool = False) 
     tokens, tp = p.axes.tokens, p.axes.tp
     rows = Spec(tokens, None)
     own = Spec(p.axes.all)  # each device's own array
-    layouts = (find_layout(p.wi, specs_of_w.wi, w.wi.ndim), find_layout(p.wo, specs_of_w.wo, w.wo.ndim))
+    layouts = (
+        find_layout(p.wi, specs_of_w.wi, w.wi.ndim),
+        find_layout(p.wo, specs_of_w.wo, w.wo.ndim),
+    )
     wi_layout, wo_layout = layouts
     small = _find_small_specs(p, w)
     inputs = [None if v is None else rows for v in (x, experts, weights)]

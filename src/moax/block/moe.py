@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from moax.block.experts import apply_experts
 from moax.block.plan import BlockPlan, make_plan
 from moax.block.rounds import Quantized
-from moax.block.routing import RoutingInput, RoutingOverride, read_override, route_tokens
+from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
 from moax.checks import Unsupported, check_arrays, check_value
 from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
@@ -215,22 +215,20 @@ def _moe(
         quantized = (arrays.quantized.wi, arrays.quantized.wo)
     if view.explicit:
         params = reshard_params(params, declared, warn=not absent)
-    tokens, router_rows, real = _flatten(view, x, arrays)
+    tokens = _flatten(view, x, arrays)
     params = _constrain_params(params, declared, (*ROUTER, "wi", "wo") if absent else ROUTER)
 
-    routing, experts, weights = route_tokens(
-        view, x, router_rows, params, config, options, arrays.override, real, arrays.segment_ids
-    )
+    routing, experts, weights = route_tokens(view, tokens, params, config, options, arrays.override)
     shared = SharedMatmuls(config, options, declared)
-    rows = tokens
+    rows = tokens.rows
     if params.latent_down is not None:
-        rows = shared.multiply(tokens, params.latent_down, "latent_down", plan.recipe.wi)
+        rows = shared.multiply(tokens.rows, params.latent_down, "latent_down", plan.recipe.wi)
     low_rank = () if arrays.adapters is None else scaled(arrays.adapters)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
     y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, quantized)
-    y = _add_shared(view, shared, plan, params, tokens, y)
-    if real is not None:
-        y = jnp.where(real, y, 0)
+    y = _add_shared(view, shared, plan, params, tokens.rows, y)
+    if tokens.real is not None:
+        y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
 
     dropped = view.psum(dropped, view.axes.tokens)
@@ -261,7 +259,11 @@ def _moe(
 
 def _check_arrays(x, config: MoEConfig, router_input, mask, segment_ids, override: RoutingOverride | None) -> None:
     """Raises ValueError where an array of a call does not fit x [..., S, H]."""
-    rules = ["router_input? [*batch, S, H]", "mask? bool [*batch, S]", "segment_ids? int [*batch, S]"]
+    rules = [
+        "router_input? [*batch, S, H]",
+        "mask? bool [*batch, S]",
+        "segment_ids? int [*batch, S]",
+    ]
     arrays = [router_input, mask, segment_ids]
     if override is not None:
         rules.append("routing int [*batch, S, K]")
@@ -281,7 +283,13 @@ def _find_declared(view: MeshView, params: MoEParams[Array], config: MoEConfig, 
 
 
 def _plan(
-    view: MeshView, x, config: MoEConfig, options: Options, declared: MoEParams[Spec], *, frozen: bool
+    view: MeshView,
+    x,
+    config: MoEConfig,
+    options: Options,
+    declared: MoEParams[Spec],
+    *,
+    frozen: bool,
 ) -> BlockPlan:
     """Returns the plan of the experts for x; ValueError where the mesh does not divide its tokens."""
     num_tokens = x.size // x.shape[-1]
@@ -297,27 +305,32 @@ def _plan(
         transport = select_transport(options.exchange, view, config.d_rows * element_bytes)
     tokens = num_tokens // shards
     return make_plan(
-        config, options, transport, axes=axes, declared=declared, tokens=tokens, dtype=x.dtype, frozen=frozen
+        config,
+        options,
+        transport,
+        axes=axes,
+        declared=declared,
+        tokens=tokens,
+        dtype=x.dtype,
+        frozen=frozen,
     )
 
 
-def _flatten(
-    view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays
-) -> tuple[Float[Array, "T H"], Float[Array, "T H"], Bool[Array, "T 1"] | None]:
-    """Returns the tokens, the rows that the router reads, and False for padding, whose rows become 0."""
-    tokens = flatten_tokens(x, view)
+def _flatten(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
+    """Returns the tokens of a call."""
+    rows = flatten_tokens(x, view)
     mask = arrays.mask
     if arrays.segment_ids is not None:
         is_token = arrays.segment_ids >= 0
         mask = is_token if mask is None else mask & is_token
     real = None if mask is None else flatten_tokens(mask[..., None], view)
-    router_rows = tokens
+    router_rows = rows
     if arrays.router_input is not None:
         router_rows = flatten_tokens(arrays.router_input, view)
     if real is not None:  # padding may hold NaN
-        tokens = jnp.where(real, tokens, 0)
+        rows = jnp.where(real, rows, 0)
         router_rows = jnp.where(real, router_rows, 0)
-    return tokens, router_rows, real
+    return Tokens(x, rows, router_rows, real, arrays.segment_ids)
 
 
 def _constrain_params(params: MoEParams[Array], declared: MoEParams[Spec], names) -> MoEParams[Array]:

@@ -110,7 +110,12 @@ def make_plan(
 
     ranks = axes.size(ep)
     slots, all_slots = allot_slots(
-        tokens, config.top_k, ranks, config.num_experts, config.capacity_factor, options.buffer_factor
+        tokens,
+        config.top_k,
+        ranks,
+        config.num_experts,
+        config.capacity_factor,
+        options.buffer_factor,
     )
     if transport is None:
         transport = choose_transport(config, axes, tokens, slots)
@@ -119,7 +124,15 @@ def make_plan(
     if not has_slots:
         slots = all_slots
     exchange = ExchangeSpec(
-        transport, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, all_slots
+        transport,
+        axes,
+        ranks,
+        tokens,
+        slots,
+        recipe.wi.wire,
+        kernels,
+        config.num_experts,
+        all_slots,
     )
 
     assignments = tokens * config.top_k

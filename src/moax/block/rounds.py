@@ -70,6 +70,16 @@ class Cursor(NamedTuple):
     end: Int[Array, ""]
 
 
+class Context(NamedTuple):
+    """What every overflow round reads: the plan, the layouts of the weights, the residuals, and the operands."""
+
+    p: BlockPlan
+    layouts: Layouts
+    saved: Residuals
+    inputs: Inputs
+    w: Weights[Array]
+
+
 class ForwardResult(NamedTuple):
     """The results of all rounds of forward.
 
@@ -110,7 +120,8 @@ def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array
     no_rounds = (jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32))
     begin = after((saved.h, received), cursor)
     (h, a), no_rounds, begin = finish(((saved.h, halfway.a), no_rounds, begin))
-    y_overflow, num_rounds = _repeat(p, layouts, begin, saved, inputs, w, gathered, run_round, no_rounds)
+    context = Context(p, layouts, saved, inputs, w)
+    y_overflow, num_rounds = _repeat(context, begin, gathered, run_round, no_rounds)
     h, a, y_overflow = finish((h, a, y_overflow))
     h, a = after(y_overflow, (h, a))
     saved = saved._replace(h=h)
@@ -165,12 +176,17 @@ def run_backward(
         halfway, dw = backward_down(p, p.later, saved, groups, None, w, wo, dy, dw)
         halfway, dw = finish((halfway, dw))  # the operands of wgrad leave the memory before dx comes
         dx, d_weights = backward_up(p, p.later, saved, groups, halfway, wi)
-        return dx_sum + dx.astype(dx_sum.dtype), d_weights_sum + d_weights.astype(d_weights_sum.dtype), dw
+        return (
+            dx_sum + dx.astype(dx_sum.dtype),
+            d_weights_sum + d_weights.astype(d_weights_sum.dtype),
+            dw,
+        )
 
     no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs[2].shape, jnp.float32), dw)
     halfway, no_rounds = finish((halfway, no_rounds))
     operands = (gathered, wi_source, dy)
-    dx_overflow, d_weights_overflow, dw = _repeat(p, layouts, cursor, saved, inputs, w, operands, run_round, no_rounds)
+    context = Context(p, layouts, saved, inputs, w)
+    dx_overflow, d_weights_overflow, dw = _repeat(context, cursor, operands, run_round, no_rounds)
     halfway, overflow = finish((halfway, [dx_overflow, d_weights_overflow]))
     dx, d_weights = backward_up(p, p.first, saved, groups, after(overflow, halfway), wi)
     dx_overflow, d_weights_overflow = overflow
@@ -190,17 +206,14 @@ def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, 
 
 
 def _repeat[State](
-    p: BlockPlan,
-    layouts: Layouts,
+    context: Context,
     cursor: Int[Array, " 3"],
-    saved: Residuals,
-    inputs: Inputs,
-    w: Weights[Array],
     operands: PyTree,
     run_round: Callable[..., State],
     total: State,
 ) -> State:
     """Runs total = run_round(received, start, small weights, operands, total) for each overflow round."""
+    p, layouts, saved, inputs, w = context
     together = find_together(p, layouts)
     max_rows = p.later.permute.max_rows
     # Without a capacity the first round's assignments leave, and the others have slots anew.
@@ -224,8 +237,8 @@ def _repeat[State](
         received, end = dispatch_forward(p.later.exchange, x, experts, weights, exchange)
         total = run_round(received, start, small_, operands_, total)
         # `end` is the first round that this rank knows not to be needed.
-        most = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
-        num_rows, end = vary_like(most, inputs, w)
+        counts = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
+        num_rows, end = vary_like(counts, inputs, w)
         next_start = start + max_rows
         is_last = next_start >= num_rows  # of this round of the exchange
         exchange = jnp.where(is_last, exchange + 1, exchange)
@@ -239,7 +252,11 @@ def _repeat[State](
 
 
 def leave_out(
-    p: BlockPlan, experts: Int[Array, "T K"], num_rows: int, scatter_idx: Int[Array, "R K"], sent: PyTree
+    p: BlockPlan,
+    experts: Int[Array, "T K"],
+    num_rows: int,
+    scatter_idx: Int[Array, "R K"],
+    sent: PyTree,
 ) -> Int[Array, "T K"]:
     """Returns the experts, E in place of each assignment that the first round, of `num_rows` rows, computed."""
     is_computed = (scatter_idx < num_rows).astype(jnp.float32)

@@ -26,6 +26,24 @@ Ids = Integer[Array, "*batch K"]
 RoutingInput = Routing | tuple[Ids, Float[Array, "*batch K"]] | Ids
 
 
+class Tokens(NamedTuple):
+    """The tokens of a block.
+
+    Attributes:
+      x: [..., H], as the caller gives them.
+      rows: [T, H], flat; 0 for padding.
+      router_rows: [T, H], the rows that the router reads; 0 for padding.
+      real: [T, 1] bool, False for padding; None where no token is padding.
+      segment_ids: [..., S], integers, or None.
+    """
+
+    x: Float[Array, "*batch H"]
+    rows: Float[Array, "T H"]
+    router_rows: Float[Array, "T H"]
+    real: Bool[Array, "T 1"] | None
+    segment_ids: Integer[Array, "*batch"] | None
+
+
 class RoutingOverride(NamedTuple):
     """What a caller gives in place of the router's choice.
 
@@ -68,20 +86,17 @@ def read_override(routing: Any) -> RoutingOverride | None:
 
 def route_tokens(
     view: MeshView,
-    x: Float[Array, "*batch H"],
-    tokens: Float[Array, "T H"],
+    tokens: Tokens,
     params: MoEParams[Array],
     config: MoEConfig,
     options: Options,
     override: RoutingOverride | None,
-    real: Bool[Array, "T 1"] | None,
-    segment_ids: Integer[Array, "*batch"] | None,
 ) -> BlockRouting:
-    """Returns the routing of `tokens`, the rows of x that the router reads; `real` is False for padding."""
+    """Returns the routing of the tokens, from the router or from the override."""
     if override is not None and override.weights is not None:
-        routing = _use_override(view, config, override, override.weights, real)
+        routing = _use_override(view, config, override, override.weights, tokens.real)
     else:
-        routing = _run_router(view, x, tokens, params, config, options, override, real, segment_ids)
+        routing = _run_router(view, tokens, params, config, options, override)
     experts = routing.experts
     weights = routing.weights
     if override is not None:
@@ -123,32 +138,29 @@ def _use_override(
 
 def _run_router(
     view: MeshView,
-    x: Float[Array, "*batch H"],
-    tokens: Float[Array, "T H"],
+    tokens: Tokens,
     params: MoEParams[Array],
     config: MoEConfig,
     options: Options,
     override: RoutingOverride | None,
-    real: Bool[Array, "T 1"] | None,
-    segment_ids: Integer[Array, "*batch"] | None,
 ) -> Routing:
     """Returns the router's experts and weights; with an override, the weights of the caller's experts."""
     experts = None
     if override is not None:
         experts = flatten_tokens(override.experts.astype(jnp.int32), view)
-    logits = router_logits(tokens, params.router, axes=options.axes, engine=options.engine)
+    logits = router_logits(tokens.router_rows, params.router, axes=options.axes, engine=options.engine)
     if params.logits_bias is not None:
         logits = logits + params.logits_bias.astype(jnp.float32)[None]
     sequences = None
     if config.router.sequence_aux_loss:
-        sequences = find_sequences(x, segment_ids, view)
+        sequences = find_sequences(tokens.x, tokens.segment_ids, view)
     return route(
         logits,
         config.router,
         config.top_k,
         params.router_bias,
         experts=experts,
-        mask=None if real is None else real[:, 0],
+        mask=None if tokens.real is None else tokens.real[:, 0],
         sequences=sequences,
         # The axes that may split a row [S, H] of x, once x is flattened.
         sequence_axes=view.axes.tokens if view.dims is None else view.axes.sequence,
