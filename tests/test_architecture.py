@@ -62,10 +62,10 @@ PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_c
 BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 # The packages whose private functions have one line of docstring.
 CORE = ("block/", "mesh/", "ops/", "exchange/", "kernels/")
-# The most that src/moax has of what makes code dense, and the arguments that nine of ten functions of block/ stay within.
-# Pairs are assignments `a, b = x, y`; wide lines have more than 100 columns. Both and conditional expressions are counted
-# without docstrings and comments.
-PAIRS, CONDITIONALS, WIDE, ARGUMENTS = 10, 30, 0.04, 7  # per 1000 lines, per 1000 lines, a share, a number
+# The most that src/moax has of what makes code dense: assignments `a, b = x, y` and conditional expressions per 1000
+# lines of code, and the share of lines of code over 100 columns; then the arguments that nine of ten functions of block/
+# stay within. Docstrings, comments and blanks are no code.
+PAIRS, CONDITIONALS, WIDE, ARGUMENTS = 10, 30, 0.04, 7
 # Words that say nothing of a value.
 VAGUE = {"found", "given", "made", "kept", "some", "most", "more", "at", "of", "how"}
 # English that hides the subject of a sentence, and what to write.

@@ -381,8 +381,8 @@ def test_times_of_exchanges_are_committed():
 
 
 def test_times_of_layers_in_a_scan_are_committed():
-    """Breaks if a table of docs/how-to/overlap.md shows a time that its file does not hold, or that does not follow from
-    such times."""
+    """Breaks if a table of docs/how-to/overlap.md shows a time that its file does not hold, or that does not follow
+    from such times."""
     page = (ROOT / "docs" / "how-to" / "overlap.md").read_text()
     rows = {
         (row["impl"], row["recipe"], row["tokens"], row["fsdp"], row["options"]): row
