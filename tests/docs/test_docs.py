@@ -1,6 +1,6 @@
 """README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
 
-Covers: one page here, all of them in `make test-more`; commands; the public names of the reference.
+Covers: two pages here, all of them in `make test-more`; commands; the public names of the reference.
 """
 
 import re
@@ -23,19 +23,29 @@ DOCS = ROOT / "docs"
 NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
 
 
-# One page stands for all of them here.
+# Two pages stand for all of them here; one of them makes a CPU act as eight devices.
 PROGRAMS = [p for p in NAMES if pages.programs(p)]
-SHORT = ("README.md",)
+SHORT = ("README.md", "docs/concepts/mesh.md")
 
 
-@pytest.mark.loose
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, id=NAMES[p], marks=() if NAMES[p] in SHORT else pytest.mark.more) for p in PROGRAMS],
 )
 def test_programs_run(path):
-    """Breaks if a reader who copies the blocks of a page in order gets an error, a warning, or other output."""
+    """Breaks if a reader who pastes a page into a new interpreter gets an error, a warning, or other output."""
     pages.run_page(path)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=NAMES.get)
+def test_a_page_says_how_many_devices_it_needs(path):
+    """Breaks if a page makes a mesh, and its first block sets no emulated devices, or its text does not count them."""
+    programs = [block.text for block in pages.programs(path)]
+    if path == ROOT / "README.md" or not any("make_mesh(" in text for text in programs):
+        return  # the mesh of README.md has the devices that are there
+    count = re.findall(r'^jax\.config\.update\("jax_num_cpu_devices", ([48])\)', programs[0], re.M)
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    assert len(count) == 1 and re.search({"4": r"\bfour\b", "8": r"\beight\b"}[count[0]] + r"[\w ]* devices", prose)
 
 
 @pytest.mark.parametrize("path", NAMES, ids=NAMES.get)
