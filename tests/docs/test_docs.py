@@ -59,7 +59,7 @@ def test_what_is_not_run_says_why(path):
 @pytest.mark.more
 def test_pages_build(tmp_path):
     """Breaks if `make docs` fails: a dead link, a page in no table of contents, a docstring that cannot be rendered; if
-    a page is left out; or if something public has no entry in the reference."""
+    a page is left out; or if something public has no entry in the reference, or is not in the list of its page."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / ".doctrees")]
     done = subprocess.run(
         [*command, "-b", "html", str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=300
@@ -72,6 +72,9 @@ def test_pages_build(tmp_path):
     text = "".join(path.read_text() for path in (tmp_path / "reference").rglob("*.html"))
     documented = set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', text))
     assert not public() - documented, f"not in docs/reference: {sorted(public() - documented)}"
+    lists = "".join(re.findall(r'<ul class="on-this-page.*?</ul>', text, re.S))
+    listed = set(re.findall(r'href="#(moax[\w.]*)"', lists))
+    assert not public() - listed, f"not in the list at the top of its page: {sorted(public() - listed)}"
 
 
 def public() -> set[str]:
