@@ -1,7 +1,8 @@
 """This extension makes reStructuredText of moax's docstrings, before napoleon reads their sections, and signatures.
 
 A docstring of moax is plain text: paragraphs, indented blocks of formulas, `names`, and Google's sections. Signatures
-are taken from the source, since an evaluated jaxtyping annotation reads differently.
+are taken from the source, since an evaluated jaxtyping annotation reads differently. A page that documents several
+names lists them at its top, with links.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import re
 import textwrap
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 NAMED = re.compile(r"  \w+(, \w+)*: ")  # an entry of a section
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 
@@ -21,6 +25,7 @@ def setup(app) -> dict[str, Any]:
     """Connects the extension to Sphinx, before napoleon."""
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-docstring", on_docstring, priority=400)
+    app.connect("doctree-read", on_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -59,6 +64,40 @@ def on_docstring(app, what, name, obj, options, lines: list[str]) -> None:
         out.append(line if not in_section and line[:1] == " " else f"\0{line}")
     text = re.sub(r"(?m)^\0.*(?:\n\0.*)*", lambda part: escape(part[0].replace("\0", "")), "\n".join(out))
     lines[:] = text.split("\n")
+
+
+def on_page(app, doctree: nodes.document) -> None:
+    """Puts the list of what a page documents, by section, before its first entry or section."""
+    listed: dict[str, list[nodes.reference]] = {}
+    for entry in doctree.findall(addnodes.desc):
+        signature = entry.next_node(addnodes.desc_signature)
+        if signature is None or isinstance(entry.parent, addnodes.desc_content) or not signature["ids"]:
+            continue  # a method is listed by its class
+        section = entry
+        while not isinstance(section, nodes.section):
+            section = section.parent
+        while isinstance(section.parent, nodes.section) and isinstance(section.parent.parent, nodes.section):
+            section = section.parent
+        title = "" if isinstance(section.parent, nodes.document) else section[0].astext()
+        name = signature["ids"][0]
+        link = nodes.reference("", "", nodes.literal(text=name), internal=True, refid=name)
+        listed.setdefault(title, []).append(link)
+    if sum(map(len, listed.values())) > 2:
+        page = next(doctree.findall(nodes.section))
+        first = next(i for i, node in enumerate(page) if isinstance(node, nodes.section | addnodes.index))
+        page.insert(first, contents(listed))
+
+
+def contents(listed: dict[str, list[nodes.reference]]) -> nodes.bullet_list:
+    """Returns a list with an item for each section, its title and links, and for each link before the sections."""
+    rows = [("", [link]) for link in listed.get("", [])] + [(f"{title}: ", listed[title]) for title in listed if title]
+    found = nodes.bullet_list(classes=["on-this-page"])
+    for title, links in rows:
+        text = nodes.paragraph("", title)
+        for i, link in enumerate(links):
+            text += [nodes.Text(", " * bool(i)), link]
+        found += nodes.list_item("", text)
+    return found
 
 
 def is_formula(out: list[str]) -> bool:

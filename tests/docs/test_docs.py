@@ -1,6 +1,6 @@
 """README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
 
-Covers: one page here, all of them in `make test-more`; commands; the public names of the reference.
+Covers: two pages here, all of them in `make test-more`; commands; the public names of the reference.
 """
 
 import re
@@ -23,19 +23,29 @@ DOCS = ROOT / "docs"
 NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
 
 
-# One page stands for all of them here.
+# Two pages stand for all of them here; one of them makes a CPU act as eight devices.
 PROGRAMS = [p for p in NAMES if pages.programs(p)]
-SHORT = ("README.md",)
+SHORT = ("README.md", "docs/concepts/mesh.md")
 
 
-@pytest.mark.loose
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, id=NAMES[p], marks=() if NAMES[p] in SHORT else pytest.mark.more) for p in PROGRAMS],
 )
 def test_programs_run(path):
-    """Breaks if a reader who copies the blocks of a page in order gets an error, a warning, or other output."""
+    """Breaks if a reader who pastes a page into a new interpreter gets an error, a warning, or other output."""
     pages.run_page(path)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=NAMES.get)
+def test_a_page_says_how_many_devices_it_needs(path):
+    """Breaks if a page makes a mesh, and its first block sets no emulated devices, or its text does not count them."""
+    programs = [block.text for block in pages.programs(path)]
+    if path == ROOT / "README.md" or not any("make_mesh(" in text for text in programs):
+        return  # the mesh of README.md has the devices that are there
+    count = re.findall(r'^jax\.config\.update\("jax_num_cpu_devices", ([48])\)', programs[0], re.M)
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    assert len(count) == 1 and re.search({"4": r"\bfour\b", "8": r"\beight\b"}[count[0]] + r"[\w ]* devices", prose)
 
 
 @pytest.mark.parametrize("path", NAMES, ids=NAMES.get)
@@ -49,7 +59,7 @@ def test_what_is_not_run_says_why(path):
 @pytest.mark.more
 def test_pages_build(tmp_path):
     """Breaks if `make docs` fails: a dead link, a page in no table of contents, a docstring that cannot be rendered; if
-    a page is left out; or if something public has no entry in the reference."""
+    a page is left out; or if something public has no entry in the reference, or is not in the list of its page."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / ".doctrees")]
     done = subprocess.run(
         [*command, "-b", "html", str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=300
@@ -62,6 +72,9 @@ def test_pages_build(tmp_path):
     text = "".join(path.read_text() for path in (tmp_path / "reference").rglob("*.html"))
     documented = set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', text))
     assert not public() - documented, f"not in docs/reference: {sorted(public() - documented)}"
+    lists = "".join(re.findall(r'<ul class="on-this-page.*?</ul>', text, re.S))
+    listed = set(re.findall(r'href="#(moax[\w.]*)"', lists))
+    assert not public() - listed, f"not in the list at the top of its page: {sorted(public() - listed)}"
 
 
 def public() -> set[str]:

@@ -1,29 +1,26 @@
 """The programs of README.md and docs/**/*.md: what they are, and how they run as a reader would run them.
 
-A page is one session: its ```python blocks run in order in one namespace, in this process, or in one of its own where
-it configures JAX, which a running backend no longer lets it do. An ```output block after a block holds what that
-printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
+A page is one session: its ```python blocks run in order in a new interpreter, in an empty folder, without any variable
+of the environment that JAX, XLA or moax reads. An ```output block after a block holds what that printed, with ... for
+any text. A block after `<!-- not run: REASON -->` is not run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import doctest
-import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
-OWN_PROCESS = re.compile(r"jax\.config\.update|os\.environ")
-END = "\x1e"  # A page in a process of its own prints this between its blocks.
+KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")  # a reader's variables, beside those that find moax
+END = "\x1e"  # A process prints this between the blocks of its page.
 
 
 @dataclass
@@ -86,30 +83,11 @@ def check(block: Block, printed: str) -> None:
 def run_page(path: Path) -> None:
     """Runs the programs of a page, and compares what they print."""
     blocks = programs(path)
-    if any(OWN_PROCESS.search(block.text) for block in blocks):
-        printed = _in_a_process(path, blocks)
-    else:
-        printed = _here(blocks)
-    for block, text in zip(blocks, printed, strict=True):
-        check(block, text)
-
-
-def _here(blocks: list[Block]) -> list[str]:
-    namespace: dict = {"__name__": "__main__"}
-    printed = []
-    for block in blocks:
-        code = compile("\n" * (block.line - 1) + block.text, str(block.path), "exec")
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            exec(code, namespace)
-        printed.append(said.getvalue())
-    return printed
-
-
-def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
-    # A page says how many devices it has.
-    flags = {"XLA_FLAGS": processes.FLAGS, "PYTHONPATH": str(ROOT / "src")}
     program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
     command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, timeout=300)
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": str(ROOT / "src")}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
-    return done.stdout.split(END)
+    for block, printed in zip(blocks, done.stdout.split(END), strict=True):
+        check(block, printed)
