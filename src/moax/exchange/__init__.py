@@ -37,7 +37,11 @@ def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
     return name
 
 
-def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
+def select_transport(
+    exchange: str,
+    view: MeshView | None = None,
+    row_bytes: int | None = None,
+) -> str:
     """Returns the name of the transport that `exchange` means, and raises Unsupported where it cannot run.
 
     Where `view`, or `row_bytes` of a row that travels, is None, the question is about this machine alone.

@@ -94,7 +94,13 @@ class OneSided(Transport):
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
         return reason
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
+    def cost(
+        self,
+        static: ExchangeSpec,
+        top_k: int,
+        step: str,
+        moved: Sequence[Transfer],
+    ) -> list[Transfer]:
         ranks = static.ranks
         axes = static.axes
         columns = [(transfer.shape[1], transfer.dtype) for transfer in moved]
@@ -119,14 +125,35 @@ class OneSided(Transport):
         """The implementation whose kernels write into the memory of other devices."""
         return implementation(find_peer_kernels() or DEFAULT)
 
-    def _put(self, static: ExchangeSpec, arrays: Sequence, source, places, way: int, out_rows: int) -> list:
+    def _put(
+        self,
+        static: ExchangeSpec,
+        arrays: Sequence,
+        source,
+        places,
+        way: int,
+        out_rows: int,
+    ) -> list:
         """Runs `put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
         axes = tuple((name, static.axes.size((name,))) for name in static.axes.ep)
-        arrived = self.peers.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes)
+        arrived = self.peers.put_rows(
+            [_pad(v) for v in arrays],
+            source,
+            places,
+            way,
+            out_rows,
+            axes,
+        )
         return [rows[:, : v.shape[1]] for rows, v in zip(arrived, arrays, strict=True)]
 
 
-def plan_sends(slot: Int[Array, "T ranks"], sent, counts: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
+def plan_sends(
+    slot: Int[Array, "T ranks"],
+    sent,
+    counts: Int[Array, "ranks ranks"],
+    rank,
+    entries: int,
+) -> SendPlan:
     """Returns the SendPlan of one rank. Each row comes back to the place that it was sent from.
 
     Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1

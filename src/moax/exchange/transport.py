@@ -77,8 +77,10 @@ class Planned(NamedTuple):
     """The rows that one rank sends in one round."""
 
     sent: Sent
-    dropped: Int[Array, " 1"]  # the rank's assignments (token, expert) that find no slot in any round
-    rounds: Int[Array, ""]  # which this rank knows to be needed; the most of all ranks of ep are needed
+    # the rank's assignments (token, expert) that find no slot in any round
+    dropped: Int[Array, " 1"]
+    # which this rank knows to be needed; the most of all ranks of ep are needed
+    rounds: Int[Array, ""]
 
 
 class Arrived(NamedTuple):
@@ -113,7 +115,13 @@ class Transfer:
     bytes: int
 
 
-def collective(kind: str, dtype: str, shape: Sequence[int], resolved: ResolvedAxes, axes: Names) -> Transfer:
+def collective(
+    kind: str,
+    dtype: str,
+    shape: Sequence[int],
+    resolved: ResolvedAxes,
+    axes: Names,
+) -> Transfer:
     """Returns the Transfer of a collective by the ring algorithm."""
     group = resolved.size(axes)
     sent = ring_bytes(kind, math.prod(shape) * jnp.dtype(dtype).itemsize, group)
@@ -152,11 +160,22 @@ class Transport:
     has_slots: bool = True
     portable: bool = True
 
-    def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""] = 0) -> Planned:
+    def plan(
+        self,
+        static: ExchangeSpec,
+        experts: Int[Array, "T K"],
+        index: int | Int[Array, ""] = 0,
+    ) -> Planned:
         """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
         raise NotImplementedError
 
-    def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
+    def send(
+        self,
+        static: ExchangeSpec,
+        rows: Array,
+        narrow: Sequence[Array],
+        sent: Sent,
+    ) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
 
         Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
@@ -174,7 +193,13 @@ class Transport:
         """
         return None
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
+    def cost(
+        self,
+        static: ExchangeSpec,
+        top_k: int,
+        step: str,
+        moved: Sequence[Transfer],
+    ) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.
 
         `step` is a scope of `moax.ops.dispatch_combine`, and `moved` are the collectives that all_to_all has there, the
@@ -194,7 +219,12 @@ def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
 
 
 def allot_slots(
-    tokens: int, top_k: int, ranks: int, num_experts: int, capacity_factor: float | None, buffer_factor: float | None
+    tokens: int,
+    top_k: int,
+    ranks: int,
+    num_experts: int,
+    capacity_factor: float | None,
+    buffer_factor: float | None,
 ) -> tuple[int, int]:
     """Returns the slots of a pair of ranks in one round, and its capacity: the slots of all rounds together.
 
@@ -236,7 +266,10 @@ def count_rounds(static: ExchangeSpec, rows: Int[Array, "..."]) -> Int[Array, ""
     return jnp.maximum(1, -(-jnp.minimum(rows, static.capacity).max() // static.slots))
 
 
-def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
+def find_slots(
+    owner: Int[Array, "T K"],
+    ranks: int,
+) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
     """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
 
     Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
