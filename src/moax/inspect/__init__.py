@@ -206,8 +206,8 @@ def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Co
 def table(found: Iterable[Collective]) -> str:
     """Returns the collectives as a table of text: a line for each, then one for each kind and its axes, then the total.
 
-    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. A name of an op shows
-    its last 80 characters, since a GPU's compiler joins the names of collectives that it combines.
+    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. A name of an op
+    shows its last 80 characters, since a GPU's compiler joins the names of collectives that it combines.
     """
     found = list(found)
     if not found:
