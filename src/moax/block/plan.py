@@ -32,7 +32,7 @@ from moax.recipe import Recipes, get_recipes
 # saved. Its rows are this many twentieths.
 LATER_ROWS = 9
 # The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them.
-# On H200s all_to_all was slower by 4 % with 0.94 times the rows (Mixtral, ep 2), and as fast with 0.58 times (ep 4).
+# On H200s all_to_all was slower by 4 % with 0.98 times the rows (Mixtral, ep 2), and as fast with 0.58 times (ep 4).
 # Nobody has measured more ranks.
 SLOT_COST = 1.7
 MEASURED_RANKS = 4
