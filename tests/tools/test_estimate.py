@@ -147,6 +147,22 @@ def test_memory_of_a_balanced_load():
     assert small.saved < 0.55e9 and worst.saved > 2.5e9
 
 
+def test_verdict():
+    """Breaks if the rest of a model does not count in the memory, or the verdict says that a full GPU fits."""
+    options = dict(layers=1, recipe="fp8_block", hardware="h100")
+    alone = estimate("qwen3-30b", {"fsdp": 8}, 1024, **options)
+    usable = 0.9 * 80e9
+    rest = int(usable) - alone.memory.total
+    fits, full = (estimate("qwen3-30b", {"fsdp": 8}, 1024, other_bytes=rest + n, **options) for n in (0, 1))
+    assert alone.fits and fits.fits and not full.fits
+    assert fits.memory.total == alone.memory.total + rest
+    assert "are left out" in alone.verdict and "are left out" not in fits.verdict
+    assert full.verdict == "does not fit: 72.0 GB of 72.0 GB, which are 80 GB less a reserve of 10%"
+    assert full.verdict in str(full)
+    with pytest.raises(ValueError, match="other_bytes=-1 must be"):
+        estimate("qwen3-30b", {"fsdp": 8}, 1024, other_bytes=-1)
+
+
 @pytest.mark.parametrize(
     ("model", "ep", "transport"),
     [
