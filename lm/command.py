@@ -25,7 +25,8 @@ that you do not give come from the preset; with --resume, from the run.
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m lm ARGV`, and returns the exit code; see `lm.program`."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if argv[:1] in (["compare"], ["probe"]):
         command = importlib.import_module(f"lm.{argv[0]}")
         return program.run(f"python -m lm {argv[0]}", lambda: command.main(argv[1:]))
@@ -36,16 +37,33 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of `train`; settings have no defaults here, since the preset or the run has them."""
     raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser("python -m lm", f"{NAME} [options]", DESCRIPTION, formatter_class=raw)
+    top = argparse.ArgumentParser(
+        "python -m lm",
+        f"{NAME} [options]",
+        DESCRIPTION,
+        formatter_class=raw,
+    )
     top.add_argument("command", choices=("train", "compare", "probe"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
     run = top.add_argument_group("the run (default: the preset's)")
-    run.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
+    run.add_argument(
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)} (default: tiny)",
+    )
     again = "continue the run NAME (default: the newest) from its last checkpoint"
     run.add_argument("--resume", action="store_true", help=again)
     _add_settings(run, TrainConfig)
-    run.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    processes.add_options(top.add_argument_group("one of several processes, each started with the same options"))
+    run.add_argument(
+        "--cpu-devices",
+        type=int,
+        metavar="N",
+        help="emulate N devices on this machine's CPU",
+    )
+    processes.add_options(
+        top.add_argument_group("one of several processes, each started with the same options"),
+    )
     _add_settings(top.add_argument_group("the model (default: the preset's)"), ModelConfig)
     return top
 
@@ -53,14 +71,15 @@ def parser() -> argparse.ArgumentParser:
 def _add_settings(group, owner: type) -> None:
     """Adds the options of all settings of a config to a parser."""
     for field in dataclasses.fields(owner):
-        if how := dict(field.metadata):
-            flag = how.pop("flag", field.name.replace("_", "-"))
-            given = {name: how[name] for name in ("type", "metavar", "choices") if name in how}
+        if settings := dict(field.metadata):
+            flag = settings.pop("flag", field.name.replace("_", "-"))
+            passed = settings.keys() & {"type", "metavar", "choices"}
+            keywords = {name: settings[name] for name in passed}
             if field.type == "bool":
-                given["action"] = argparse.BooleanOptionalAction
+                keywords["action"] = argparse.BooleanOptionalAction
             elif field.type in ("int", "float"):
-                given["type"] = {"int": int, "float": float}[field.type]
-            group.add_argument(f"--{flag}", dest=field.name, help=how["about"], **given)
+                keywords["type"] = {"int": int, "float": float}[field.type]
+            group.add_argument(f"--{flag}", dest=field.name, help=settings["about"], **keywords)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,21 +113,22 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
       ValueError: the options have both --preset and --resume, or name a run that does not exist.
     """
-    given: dict[str, Any] = {"out": "runs"} | {name: value for name, value in vars(args).items() if value is not None}
+    chosen: dict[str, Any] = {"out": "runs"}
+    chosen |= {name: value for name, value in vars(args).items() if value is not None}
     if args.resume:
         from lm.run import read_config
 
         if args.preset:
             raise ValueError(f"--preset {args.preset} with --resume: the run has its sizes already; leave --preset out")
-        base = read_config(given["out"], args.name)
+        base = read_config(chosen["out"], args.name)
     else:
         preset = args.preset or "tiny"
         base = dataclasses.replace(PRESETS[preset], name=preset)
-    if given.get("recipe") == "none":
-        given["recipe"] = None
+    if chosen.get("recipe") == "none":
+        chosen["recipe"] = None
     for name in ("capacity_factor", "buffer_factor"):
-        if math.isinf(given.get(name, 0)):
-            given[name] = None
-    model = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
-    run = {f.name: given[f.name] for f in dataclasses.fields(TrainConfig) if f.name in given}
+        if math.isinf(chosen.get(name, 0)):
+            chosen[name] = None
+    model = {f.name: chosen[f.name] for f in dataclasses.fields(ModelConfig) if f.name in chosen}
+    run = {f.name: chosen[f.name] for f in dataclasses.fields(TrainConfig) if f.name in chosen}
     return dataclasses.replace(base, model=dataclasses.replace(base.model, **model), **run)

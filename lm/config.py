@@ -17,12 +17,12 @@ AUX_COEFFICIENT = 0.01
 OPTIONS = ("recipe", "exchange", "engine", "buffer_factor", "grad_reduce_dtype")
 
 
-def setting(about: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
+def setting(about: str, default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
     """Returns a field that is an option of `python -m lm train`.
 
     `how` may have the option's `flag`, `metavar` and `type`, its `choices`, its `least` value, or a bound, `above`.
     """
-    return dataclasses.field(default=default, metadata={"about": about} | how)
+    return dataclasses.field(default=default, metadata={"about": about} | metadata)
 
 
 def mesh_over_devices(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
@@ -33,14 +33,21 @@ def mesh_over_devices(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
 def _check(config: Any) -> None:
     """Checks the choices and the bounds of all settings."""
     for field in dataclasses.fields(config):
-        how, value, must = field.metadata, getattr(config, field.name), ""
-        what, kinds = ("an int", int) if field.type == "int" else ("a finite number", (int, float))
-        low = how.get("least", how.get("above"))
-        if "choices" in how and value not in how["choices"]:
-            must = f"one of {', '.join(map(repr, how['choices']))}"
-        elif low is not None and not (isinstance(value, kinds) and math.isfinite(value) and value >= low):
+        limits = field.metadata
+        value = getattr(config, field.name)
+        must = ""
+        if field.type == "int":
+            what = "an int"
+            is_number = isinstance(value, int)
+        else:
+            what = "a finite number"
+            is_number = isinstance(value, (int, float))
+        low = limits.get("least", limits.get("above"))
+        if "choices" in limits and value not in limits["choices"]:
+            must = f"one of {', '.join(map(repr, limits['choices']))}"
+        elif low is not None and not (is_number and math.isfinite(value) and value >= low):
             must = f"{what} of at least {low}"
-        elif "above" in how and value == low:
+        elif "above" in limits and value == low:
             must = f"{what} above {low}"
         if must:
             raise ValueError(f"{type(config).__name__}: {field.name}={value!r} must be {must}")
@@ -57,18 +64,35 @@ class ModelConfig:
     num_experts: int = setting("experts of a layer", flag="experts", metavar="E")
     top_k: int = setting("experts of a token", metavar="K")
     head_dim: int = setting("width of a head, even, for RoPE; 0: H / N", 0, metavar="D")
-    num_kv_heads: int = setting("heads of keys and values, each for N / M heads of queries; 0: N", 0, flag="kv-heads",
-                                metavar="M")  # fmt: skip
-    shared_d_ff: int = setting("width of an expert that every token takes; 0: no such expert", 0, metavar="S")
+    num_kv_heads: int = setting(
+        "heads of keys and values, each for N / M heads of queries; 0: N",
+        0,
+        flag="kv-heads",
+        metavar="M",
+    )
+    shared_d_ff: int = setting(
+        "width of an expert that every token takes; 0: no such expert",
+        0,
+        metavar="S",
+    )
     capacity_factor: float | None = setting(
-        "bound the rows of a rank at X times the even load, drop and count the rest; none: drop nothing", None,
-        type=factor, metavar="X")  # fmt: skip
+        "bound the rows of a rank at X times the even load, drop and count the rest; none: drop nothing",
+        None,
+        type=factor,
+        metavar="X",
+    )
     tied: bool = setting("one [256, H] matrix embeds and predicts bytes", False)
     balance: Literal["bias", "aux", "sequence", "none"] = setting(
         "keep experts busy by a selection bias of sigmoid scores that changes after each step (bias), by a loss of the "
-        "batch (aux) or of each sequence, or not at all; all but bias have softmax scores", "bias",
-        choices=("bias", "aux", "sequence", "none"))  # fmt: skip
-    activation: str = setting("the activation of the experts, as in MoEConfig", "swiglu", metavar="NAME")
+        "batch (aux) or of each sequence, or not at all; all but bias have softmax scores",
+        "bias",
+        choices=("bias", "aux", "sequence", "none"),
+    )
+    activation: str = setting(
+        "the activation of the experts, as in MoEConfig",
+        "swiglu",
+        metavar="NAME",
+    )
 
     def __post_init__(self):
         _check(self)
@@ -87,7 +111,9 @@ class ModelConfig:
     @property
     def heads(self) -> tuple[int, int, int]:
         """The heads of queries, the heads of keys and values, and the width of a head."""
-        return self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim or self.d_model // self.num_heads
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        head_dim = self.head_dim or self.d_model // self.num_heads
+        return self.num_heads, num_kv_heads, head_dim
 
     def moe(self) -> MoEConfig:
         """Returns the config of the MoE block, which is the same in every layer."""
@@ -120,40 +146,86 @@ class TrainConfig:
     model: ModelConfig
     name: str = setting("folder of the run inside OUT; NAME-2 where that is taken", "run")
     out: str = setting("folder of all runs", "runs")
-    text: str | None = setting("a file or folder to train on; by default the source of Python's standard library", None,
-                               metavar="PATH")  # fmt: skip
+    text: str | None = setting(
+        "a file or folder to train on; by default the source of Python's standard library",
+        None,
+        metavar="PATH",
+    )
     mesh: tuple[tuple[str, int], ...] = setting(
-        "sizes of the axes dp, fsdp, cp, ep, tp, as fsdp=2,ep=4; by default all devices are on fsdp", (),
-        type=mesh_of, metavar="AXES")  # fmt: skip
+        "sizes of the axes dp, fsdp, cp, ep, tp, as fsdp=2,ep=4; by default all devices are on fsdp",
+        (),
+        type=mesh_of,
+        metavar="AXES",
+    )
     steps: int = setting("number of updates", 1000, least=1)
     batch: int = setting("sequences of a step, over the whole mesh", 16, least=1)
     seq: int = setting("bytes of a sequence", 128, least=1)
-    microbatches: int = setting("compute a step's batch in N parts, one after the other, with less memory and with "
-                                "the experts' weights quantized once", 1, metavar="N", least=1)  # fmt: skip
-    lr: float = setting("peak learning rate of AdamW; it falls along a cosine to a tenth", 1e-3, above=0)
+    microbatches: int = setting(
+        "compute a step's batch in N parts, one after the other, with less memory and with "
+        "the experts' weights quantized once",
+        1,
+        metavar="N",
+        least=1,
+    )
+    lr: float = setting(
+        "peak learning rate of AdamW; it falls along a cosine to a tenth",
+        1e-3,
+        above=0,
+    )
     warmup: int = setting("steps of the linear warm-up", 20, metavar="STEPS", least=1)
     weight_decay: float = setting("AdamW's decay of the matrices", 0.1, least=0)
     clip: float = setting("bound of the global norm of the gradients", 1.0, above=0)
-    bias_rate: float = setting("change of the selection bias in a step, with --balance bias", 1e-3, least=0)
+    bias_rate: float = setting(
+        "change of the selection bias in a step, with --balance bias",
+        1e-3,
+        least=0,
+    )
     seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
-    recipe: str | None = setting("how products are quantized: none, fp8_block, mxfp8, fp8_tensor, or one for each "
-                                 "projection, as wi=fp8_block,wo=none", None, metavar="NAME")  # fmt: skip
-    exchange: str = setting("how tokens reach the ranks of their experts, as in moax.Options", "auto", metavar="NAME")
+    recipe: str | None = setting(
+        "how products are quantized: none, fp8_block, mxfp8, fp8_tensor, or one for each "
+        "projection, as wi=fp8_block,wo=none",
+        None,
+        metavar="NAME",
+    )
+    exchange: str = setting(
+        "how tokens reach the ranks of their experts, as in moax.Options",
+        "auto",
+        metavar="NAME",
+    )
     engine: str = setting("how ops are partitioned, as in moax.Options", "auto", metavar="NAME")
-    dtype: str = setting("dtype of activations; master weights and the optimizer are float32", "bfloat16",
-                         choices=("float32", "bfloat16"))  # fmt: skip
+    dtype: str = setting(
+        "dtype of activations; master weights and the optimizer are float32",
+        "bfloat16",
+        choices=("float32", "bfloat16"),
+    )
     attention: Literal["auto", "cudnn", "xla"] = setting(
         "xla holds [S, S] scores in memory, cudnn does not; auto takes cuDNN on a Hopper GPU where the heads fit it",
-        "auto", choices=("auto", "cudnn", "xla"))  # fmt: skip
-    remat: Literal["none", "full", "moe"] = setting("recompute in backward: nothing, everything, or all but the MoE",
-                                                    "none", choices=("none", "full", "moe"))  # fmt: skip
+        "auto",
+        choices=("auto", "cudnn", "xla"),
+    )
+    remat: Literal["none", "full", "moe"] = setting(
+        "recompute in backward: nothing, everything, or all but the MoE",
+        "none",
+        choices=("none", "full", "moe"),
+    )
     buffer_factor: float | None = setting(
-        "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case", 1.25,
-        type=factor, metavar="X")  # fmt: skip
+        "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case",
+        1.25,
+        type=factor,
+        metavar="X",
+    )
     grad_reduce_dtype: str | None = setting(
         "how gradients of weights are summed: float32, bfloat16, or bfloat16_sum_float32, which sends 2 bytes and sums "
-        "in float32; by default as activations", None, metavar="DTYPE")  # fmt: skip
-    eval_every: int = setting("compute the held-out loss every so many steps", 100, metavar="STEPS", least=1)
+        "in float32; by default as activations",
+        None,
+        metavar="DTYPE",
+    )
+    eval_every: int = setting(
+        "compute the held-out loss every so many steps",
+        100,
+        metavar="STEPS",
+        least=1,
+    )
     eval_batches: int = setting("fixed batches of an evaluation", 8, metavar="N", least=1)
     save_every: int = setting(
         "save a checkpoint every so many steps; 0: at the end alone", 500, metavar="STEPS", least=0
@@ -184,11 +256,15 @@ class TrainConfig:
         Raises:
           ValueError: `data` has a field that the settings do not have.
         """
-        model, run = dict(data["model"]), {key: value for key, value in data.items() if key != "model"}
-        for owner, given in ((ModelConfig, model), (cls, run)):
-            if unknown := given.keys() - {field.name for field in dataclasses.fields(owner)}:
+        model = dict(data["model"])
+        run = {key: value for key, value in data.items() if key != "model"}
+        for owner, settings in ((ModelConfig, model), (cls, run)):
+            if unknown := settings.keys() - {field.name for field in dataclasses.fields(owner)}:
                 raise ValueError(f"{owner.__name__} has no field {', '.join(sorted(unknown))}")
-        return cls(model=ModelConfig(**model), **(run | {"mesh": tuple(run.get("mesh", {}).items())}))
+        return cls(
+            model=ModelConfig(**model),
+            **(run | {"mesh": tuple(run.get("mesh", {}).items())}),
+        )
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
@@ -205,9 +281,8 @@ def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
         if size % unit:
             fits = " or ".join(str(n * unit) for n in (size // unit, size // unit + 1) if n)
             cut = f"into {parts} microbatches over" if parts > 1 else "by"
-            raise ValueError(
-                f"{flag} {size} is not divisible {cut} {' x '.join(axes)} = {devices} devices; {fits} would do"
-            )
+            over = f"{' x '.join(axes)} = {devices} devices"
+            raise ValueError(f"{flag} {size} is not divisible {cut} {over}; {fits} would do")
 
 
 # Parameters / active parameters: tiny 3.5 M / 1.1 M, small 109 M / 21 M, medium 655 M / 127 M, large 3.5 B / 673 M.

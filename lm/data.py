@@ -19,7 +19,15 @@ from jaxtyping import UInt8
 
 HELD_OUT = 20
 LIMIT = 256 * 2**20
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "node_modules"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "node_modules",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,14 @@ class Corpus:
     source: str
     fingerprint: str
 
-    def batch(self, seed: int, step: int, batch: int, seq: int, rows: slice = slice(None)) -> UInt8[np.ndarray, "B S1"]:
+    def batch(
+        self,
+        seed: int,
+        step: int,
+        batch: int,
+        seq: int,
+        rows: slice = slice(None),
+    ) -> UInt8[np.ndarray, "B S1"]:
         """Draws `batch` windows [B, S + 1] of the training stream, for the step after `step` updates.
 
         The result is the slice `rows` of them, so that a process reads its own sequences alone.
@@ -68,7 +83,9 @@ def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:
         with root.open("rb") as file:
             everything = file.read(limit)
         cut = len(everything) - len(everything) // HELD_OUT
-        train, held_out, files = everything[:cut], everything[cut:], "1 file"
+        train = everything[:cut]
+        held_out = everything[cut:]
+        files = "1 file"
     elif root.is_dir():
         train, held_out, count = _split(root, python_only=text is None, limit=limit)
         files = f"{count} files"
@@ -86,7 +103,7 @@ def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a file is held out: the hash of its path picks one file in twenty."""
+    """Returns whether a file is held out: the hash of its path picks one file in twenty."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) % HELD_OUT == 0
 
 
@@ -117,9 +134,12 @@ def _files(root: Path, python_only: bool) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         skipped = SKIPPED_FOLDERS if python_only else {"__pycache__"}
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        names = [name for name in names if not name.startswith(".") and (not python_only or name.endswith(".py"))]
+        names = [name for name in names if not name.startswith(".")]
+        if python_only:
+            names = [name for name in names if name.endswith(".py")]
         paths += [Path(folder, name) for name in names]
-    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+    files = [path for path in paths if path.is_file()]
+    yield from sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:

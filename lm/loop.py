@@ -65,7 +65,8 @@ def train(
     report = report or Report()
 
     def prepare():
-        corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
+        corpus = load(config.text, config.seq)
+        mesh = mesh_over_devices(config.mesh)
         check_batch(config, mesh)
         return corpus, mesh, runs.reopen(config, corpus) if resume else None
 
@@ -84,7 +85,13 @@ def train(
             loop = _Loop(config, corpus, program, run, checkpoints, report)
             report.ready(run, loop.done, time.perf_counter() - began)
             loop.go(on_step)
-    return Result(config, run, loop.done, interrupted=loop.done < config.steps, update=program.update)
+    return Result(
+        config,
+        run,
+        loop.done,
+        interrupted=loop.done < config.steps,
+        update=program.update,
+    )
 
 
 def _create(config: TrainConfig) -> tuple[runs.Run, TrainConfig]:
@@ -105,20 +112,34 @@ class _Loop:
     """A run in progress: `state` is the training state after `done` steps, that of the newest checkpoint at first."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, program: steps.Program, run: runs.Run, checkpoints, report: Report
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        program: steps.Program,
+        run: runs.Run,
+        checkpoints,
+        report: Report,
     ):
-        self.config, self.corpus, self.program = config, corpus, program
-        self.run, self.checkpoints, self.report = run, checkpoints, report
+        self.config = config
+        self.corpus = corpus
+        self.program = program
+        self.run = run
+        self.checkpoints = checkpoints
+        self.report = report
         self.routed = np.zeros((config.model.num_layers, config.model.num_experts), np.int64)
         # A network file system may show each process another folder for a while, so the first process decides.
         saved = json.loads(processes.gather(json.dumps(checkpoints.latest()))[0])
         self.done = saved or 0
-        self.state = program.init() if saved is None else checkpoints.restore(saved, program.like)
+        if saved is None:
+            self.state = program.init()
+        else:
+            self.state = checkpoints.restore(saved, program.like)
         if processes.is_first():
-            run.forget_after(self.done or -1)  # A run without steps evaluates again, so its row of step 0 goes.
+            # A run without steps evaluates again, so its row of step 0 goes.
+            run.forget_after(self.done or -1)
 
     def go(self, on_step: Callable[[dict], None] | None) -> None:
-        """Steps until the end or Ctrl-C, then saves; `on_step` is called with the row of each step."""
+        """Runs steps until the end or Ctrl-C, then saves; `on_step` is called with the row of each step."""
         if not self.done:
             self.evaluate()
         with _asked_to_stop(self.report) as asked:
@@ -130,14 +151,24 @@ class _Loop:
             except KeyboardInterrupt:
                 # An update donates the old state, so that in the middle of an update only the last checkpoint is left.
                 # One of several processes cannot save alone.
-                if jax.process_count() > 1 or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+                several = jax.process_count() > 1
+                if several or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
                     raise
             self.checkpoints.save(self.done, self.state)
 
     def step(self) -> dict:
         """Makes one update, then the evaluation and the checkpoint that are due; returns the step's row of metrics."""
-        config, began = self.config, time.perf_counter()
-        batch = self.feed(partial(self.corpus.batch, config.seed, self.done, config.batch, config.seq))
+        config = self.config
+        began = time.perf_counter()
+        batch = self.feed(
+            partial(
+                self.corpus.batch,
+                config.seed,
+                self.done,
+                config.batch,
+                config.seq,
+            )
+        )
         self.state, metrics = self.program.update(self.state, batch)
         metrics = jax.device_get(metrics)
         seconds = time.perf_counter() - began
@@ -157,9 +188,16 @@ class _Loop:
 
     def evaluate(self) -> None:
         """Logs the held-out loss, and the tokens that each expert had since the last evaluation."""
-        config, total = self.config, 0.0
+        config = self.config
+        total = 0.0
         for index in range(config.eval_batches):
-            place = partial(self.corpus.held_out_batch, index, config.eval_batches, config.batch, config.seq)
+            place = partial(
+                self.corpus.held_out_batch,
+                index,
+                config.eval_batches,
+                config.batch,
+                config.seq,
+            )
             total += float(self.program.evaluate(self.state, self.feed(place)))
         loss = total / config.eval_batches
         self.log(step=self.done, held_out_loss=loss, tokens_per_expert=self.routed.tolist())
@@ -169,7 +207,11 @@ class _Loop:
     def feed(self, rows: Callable[[slice], np.ndarray]) -> jax.Array:
         """Returns the global batch [B, S + 1]; each process makes the sequences of its own devices by `rows(slice)`."""
         shape = (self.config.batch, self.config.seq + 1)
-        return jax.make_array_from_callback(shape, self.program.rows, lambda index: rows(cast(Any, index)[0]))
+        return jax.make_array_from_callback(
+            shape,
+            self.program.rows,
+            lambda index: rows(cast(Any, index)[0]),
+        )
 
     def log(self, **row) -> None:
         """Writes a row of metrics in the first process; the metrics are the same in every process."""
@@ -184,7 +226,8 @@ def _asked_to_stop(report: Report) -> Iterator[Callable[[int], bool]]:
     The first Ctrl-C makes it return True; a second Ctrl-C raises KeyboardInterrupt. Several processes stop after the
     same step when any of them gets Ctrl-C or SIGTERM. A thread that is not the main one gets no Ctrl-C.
     """
-    asked, several = threading.Event(), jax.process_count() > 1
+    asked = threading.Event()
+    several = jax.process_count() > 1
 
     def handle(number, frame):
         if asked.is_set():
@@ -195,7 +238,13 @@ def _asked_to_stop(report: Report) -> Iterator[Callable[[int], bool]]:
         if several:  # JAX tells the other processes, and agrees with them on the step.
             os.kill(os.getpid(), signal.SIGTERM)
 
-    stop = multihost_utils.reached_preemption_sync_point if several else lambda done: asked.is_set()
+    if several:
+        stop = multihost_utils.reached_preemption_sync_point
+    else:
+
+        def stop(done):
+            return asked.is_set()
+
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

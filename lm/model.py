@@ -24,7 +24,11 @@ from moax.recipe import get_recipes
 AXES = Axes()
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """The parameters of one layer. In `Params` every array has a leading L.
@@ -45,7 +49,11 @@ class Layer:
     moe: MoEParams[Array]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["embed", "layers", "norm", "predict"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["embed", "layers", "norm", "predict"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Params:
     """All parameters that the optimizer trains.
@@ -69,7 +77,8 @@ def init(key: PRNGKeyArray, model: ModelConfig) -> Params:
     The matrices whose product a layer adds to the residual stream are smaller by sqrt(2 L). Where `predict` is not
     tied, its scale is a fifth, so that the first predictions are near uniform.
     """
-    width, shrink = model.d_model, (2 * model.num_layers) ** -0.5
+    width = model.d_model
+    shrink = (2 * model.num_layers) ** -0.5
     wqkv, wo = _attention_shapes(model)
 
     def normal(key, shape):
@@ -104,8 +113,10 @@ def specs(model: ModelConfig) -> Params:
 
     Dense weights are sharded over (fsdp, ep), the MoE's as `moax.param_specs` says.
     """
-    width, (wqkv, wo) = model.d_model, _attention_shapes(model)
-    replicated: Any = PartitionSpec()  # The type is Any, since specs take the place of the arrays of Params.
+    width = model.d_model
+    wqkv, wo = _attention_shapes(model)
+    # The type is Any, since specs take the place of the arrays of Params.
+    replicated: Any = PartitionSpec()
     dense: Any = partial(dense_spec, AXES)
 
     def stacked(spec) -> Any:
@@ -119,7 +130,12 @@ def specs(model: ModelConfig) -> Params:
         norm_m=replicated,
         moe=jax.tree.map(stacked, moe),
     )
-    return Params(dense((VOCAB, width)), layer, replicated, None if model.tied else dense((width, VOCAB)))
+    return Params(
+        dense((VOCAB, width)),
+        layer,
+        replicated,
+        None if model.tied else dense((width, VOCAB)),
+    )
 
 
 def _attention_shapes(model: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -130,7 +146,9 @@ def _attention_shapes(model: ModelConfig) -> tuple[tuple[int, int], tuple[int, i
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
     """Returns x, sharded by `spec` over the mesh that is set; x itself where there is none."""
-    return x if jax.sharding.get_abstract_mesh().empty else lax.with_sharding_constraint(x, spec)
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return lax.with_sharding_constraint(x, spec)
 
 
 def forward(
@@ -152,22 +170,35 @@ def forward(
       logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
       which has a leading L.
     """
-    model, options, dtype = config.model, config.options, jnp.dtype(config.dtype)
+    model = config.model
+    options = config.options
+    dtype = jnp.dtype(config.dtype)
     rows = token_spec(AXES, ndim=3)
-    rotation, attention = _rotation(tokens.shape[1], model.heads[-1]), pick_attention(config)
-    how = dict(engine=options.engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
-    dense = partial(ops.dense, axes=AXES, **how)
+    rotation = _rotation(tokens.shape[1], model.heads[-1])
+    attention = pick_attention(config)
+    settings = dict(
+        engine=options.engine,
+        kernels=options.kernels,
+        grad_reduce_dtype=options.grad_reduce_dtype,
+    )
+    dense = partial(ops.dense, axes=AXES, **settings)
     recipes = get_recipes(options.recipe)
     project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
 
     def layer(x, stacked):
-        p, bias, kept = stacked
+        p, bias, quantized_experts = stacked
         x = constrain(x, rows)
         with jax.named_scope("attention"):
             x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.heads, project, attention)
         moe = dataclasses.replace(p.moe, router_bias=bias)
         with jax.named_scope("moe"):
-            y, stats = moax.moe(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, quantized=kept)
+            y, stats = moax.moe(
+                _rms_norm(x, p.norm_m),
+                moe,
+                model.moe(),
+                options=options,
+                quantized=quantized_experts,
+            )
         return x + y, stats
 
     # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
@@ -181,30 +212,51 @@ def forward(
 
 def quantize(params: Params, config: TrainConfig) -> QuantizedParams[Array]:
     """Returns the weights of the experts of all layers, quantized or rounded once, each array with a leading L."""
-    model, options = config.model, config.options
+    model = config.model
+    options = config.options
 
     def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:
-        bias = jnp.zeros(model.num_experts, jnp.float32) if model.balance == "bias" else None
+        if model.balance == "bias":
+            bias = jnp.zeros(model.num_experts, jnp.float32)
+        else:
+            bias = None
         moe = dataclasses.replace(moe, router_bias=bias)
-        return moax.quantize_params(moe, model.moe(), options=options, dtype=jnp.dtype(config.dtype))
+        return moax.quantize_params(
+            moe,
+            model.moe(),
+            options=options,
+            dtype=jnp.dtype(config.dtype),
+        )
 
     return lax.map(one, params.layers.moe)
 
 
-def _remat(layer, how: str):
+def _remat(layer, policy_name: str):
     """Returns `layer`, which recomputes in backward as `TrainConfig.remat` says."""
-    if how == "none":
+    if policy_name == "none":
         return layer
-    policy = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES) if how == "moe" else None
+    if policy_name == "moe":
+        policy = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
+    else:
+        policy = None
     return jax.checkpoint(layer, policy=policy)
 
 
-def _attention(x, p: Layer, rotation, heads: tuple[int, int, int], project, implementation: Literal["cudnn", "xla"]):
+def _attention(
+    x,
+    p: Layer,
+    rotation,
+    heads: tuple[int, int, int],
+    project,
+    implementation: Literal["cudnn", "xla"],
+):
     """Computes causal attention with rotary positions, [B, S, H] -> [B, S, H]; `project` has its two dense layers."""
-    (batch, seq, _), (num_heads, kv_heads, dim) = x.shape, heads
+    batch, seq, _ = x.shape
+    num_heads, kv_heads, dim = heads
     qkv = project[0](x, p.wqkv).reshape(batch, seq, num_heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (num_heads, num_heads + kv_heads), axis=2)
-    q, k = _rotate(q, rotation), _rotate(k, rotation)
+    q = _rotate(q, rotation)
+    k = _rotate(k, rotation)
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     return project[1](y.reshape(batch, seq, num_heads * dim), p.wo)
 
@@ -226,7 +278,9 @@ def pick_attention(config: TrainConfig) -> Literal["cudnn", "xla"]:
                 f"the run has {config.dtype} and heads of {dim}; take 'xla'"
             )
         return "cudnn"
-    return "cudnn" if fits and getattr(jax.devices()[0], "compute_capability", None) == "9.0" else "xla"
+    if fits and getattr(jax.devices()[0], "compute_capability", None) == "9.0":
+        return "cudnn"
+    return "xla"
 
 
 def _rms_norm(x, gain):

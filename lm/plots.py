@@ -14,14 +14,20 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from lm.config import TrainConfig
 from lm.run import Run
 
-INK, SOFT, GRID = "#2b2d33", "#9aa0a8", "#e6e8eb"
+INK = "#2b2d33"
+SOFT = "#9aa0a8"
+GRID = "#e6e8eb"
 BLUE, ORANGE, GREEN, PURPLE = COLORS = ("#2f6fb0", "#d9601a", "#3f8f5b", "#8a5fb0")
 LOSSES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5)  # the ticks of a logarithmic axis
 
 
 def make_figure(width: float, height: float, title: str = "") -> Figure:
     """Returns an empty figure of that many inches, which `savefig` writes without a screen."""
-    figure = Figure(figsize=(width, height), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    figure = Figure(
+        figsize=(width, height),
+        dpi=140,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
+    )
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
@@ -42,10 +48,12 @@ def style(plot: Plot, title: str, x: str, y: str = "") -> None:
 
 def draw_run(run: Run, config: TrainConfig) -> None:
     """Draws `run.curves` from the metrics of the run: the losses, and the share of the busiest expert."""
-    steps, evaluations = run.rows("loss"), run.rows("held_out_loss")
+    steps = run.rows("loss")
+    evaluations = run.rows("held_out_loss")
     if not steps:
         return
-    mesh, model = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis", config.model
+    mesh = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis"
+    model = config.model
     title = f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
     figure = make_figure(11, 4.2, f"{title}; recipe {config.recipe or 'none'}, mesh {mesh}")
     losses, shares = figure.subplots(1, 2)
@@ -62,7 +70,11 @@ def draw_run(run: Run, config: TrainConfig) -> None:
     shares.axhline(100 / model.num_experts, color=SOFT, linestyle="--", linewidth=1)
     shares.set_ylim(0)
     dropped = sum(row["dropped"] for row in steps)
-    style(shares, f"Busiest expert of a layer, % of tokens; dashed: an even share; {dropped:,} dropped", "step")
+    style(
+        shares,
+        f"Busiest expert of a layer, % of tokens; dashed: an even share; {dropped:,} dropped",
+        "step",
+    )
     figure.savefig(run.curves)
 
 
@@ -71,7 +83,11 @@ def draw_comparison(results: dict[str, Any], path: Path) -> None:
     if not any(run["steps"] for run in results["held_out"]):
         return
     color = {recipe: COLORS[i % len(COLORS)] for i, recipe in enumerate(results["recipes"])}
-    figure = make_figure(11, 3.6, f"{', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}")
+    figure = make_figure(
+        11,
+        3.6,
+        f"{', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}",
+    )
     losses, gaps = figure.subplots(1, 2)
     _losses(losses, results, color)
     _gaps(gaps, results, color)
@@ -81,9 +97,14 @@ def draw_comparison(results: dict[str, Any], path: Path) -> None:
 def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     """Draws the held-out loss of every run by step; runs of one recipe have one colour."""
     for run in results["held_out"]:
-        recipe, first = run["recipe"], run["seed"] == results["held_out"][0]["seed"]
-        how = dict(color=color[recipe], linewidth=2.6 if recipe == results["recipes"][0] else 1.2, alpha=0.7)
-        plot.plot(run["steps"], run["losses"], label=recipe if first else None, **how)
+        recipe = run["recipe"]
+        is_labelled = run["seed"] == results["held_out"][0]["seed"]
+        line_style = dict(
+            color=color[recipe],
+            linewidth=2.6 if recipe == results["recipes"][0] else 1.2,
+            alpha=0.7,
+        )
+        plot.plot(run["steps"], run["losses"], label=recipe if is_labelled else None, **line_style)
     plot.legend(frameon=False, loc="upper right", fontsize=9)
     plot.set_yscale("log")
     losses = [loss for run in results["held_out"] for loss in run["losses"]]
@@ -98,14 +119,24 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     base = results["recipes"][0]
     for recipe in results["recipes"][1:]:
         rows = [row for row in results["gaps"] if row["recipe"] == recipe]
-        band = [(row["step"], row["between_seeds"] / 2) for row in rows if row["between_seeds"] is not None]
+        banded = [row for row in rows if row["between_seeds"] is not None]
+        band = [(row["step"], row["between_seeds"] / 2) for row in banded]
         steps, half = np.array(band).reshape(-1, 2).T
         plot.fill_between(steps, -half, half, color=SOFT, alpha=0.25, linewidth=0)
-        plot.plot([row["step"] for row in rows], [row["mean"] for row in rows], color=color[recipe], linewidth=1.8)
+        plot.plot(
+            [row["step"] for row in rows],
+            [row["mean"] for row in rows],
+            color=color[recipe],
+            linewidth=1.8,
+        )
         points = [(row["step"], gap) for row in rows for gap in row["gaps"]]
         plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[recipe], markersize=4)
     plot.axhline(0, color=color[base], linewidth=1.4)
-    style(plot, f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ", "step")
+    style(
+        plot,
+        f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ",
+        "step",
+    )
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -117,6 +148,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     """Returns the mean over a centred window of a twentieth of the run; the window is shorter at both ends."""
     half = max(1, len(values) // 40)
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    first = np.maximum(np.arange(len(values)) - half, 0)
+    start = np.maximum(np.arange(len(values)) - half, 0)
     last = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    return (sums[last] - sums[first]) / (last - first)
+    return (sums[last] - sums[start]) / (last - start)

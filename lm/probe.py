@@ -33,12 +33,21 @@ PROJECTIONS = ("gate", "up", "down")
 def main(argv: list[str]) -> int:
     """Prints the errors of the runs that `argv` names, and writes gradients.json into the folder of each. Returns 0."""
     parser = argparse.ArgumentParser("python -m lm probe", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run that has a checkpoint")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run that has a checkpoint",
+    )
     for folder in parser.parse_args(argv).runs:
-        found = probe_run(folder)
-        (folder / "gradients.json").write_text(json.dumps(found, indent=2) + "\n")
-        each = ", ".join(f"{name} {e['median']:.2e} (most {e['most']:.2e})" for name, e in found["errors"].items())
-        print(f"{found['recipe']}, seed {found['seed']}, step {found['step']}: {each}")
+        results = probe_run(folder)
+        (folder / "gradients.json").write_text(json.dumps(results, indent=2) + "\n")
+        errors = []
+        for name, error in results["errors"].items():
+            errors.append(f"{name} {error['median']:.2e} (most {error['most']:.2e})")
+        run = f"{results['recipe']}, seed {results['seed']}, step {results['step']}"
+        print(f"{run}: {', '.join(errors)}")
     return 0
 
 
@@ -51,14 +60,21 @@ def probe_run(folder: Path) -> dict[str, Any]:
     if not runs.Run(folder).config.is_file():
         raise ValueError(f"{folder} has no config.json; give the folder of a run")
     config = runs.read_config(str(folder.parent), folder.name)
-    corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
-    config = with_few_tokens(config, math.prod(mesh.shape.get(name, 1) for name in ("dp", "fsdp", "ep")))
+    corpus = load(config.text, config.seq)
+    mesh = mesh_over_devices(config.mesh)
+    config = with_few_tokens(
+        config,
+        math.prod(mesh.shape.get(name, 1) for name in ("dp", "fsdp", "ep")),
+    )
     with jax.set_mesh(mesh), runs.Checkpoints(runs.Run(folder).checkpoints) as checkpoints:
         if (step := checkpoints.latest()) is None:
             raise ValueError(f"{folder} has no checkpoint; Ctrl-C and the end of a run save one")
         like, rows = steps.jit_update(config, mesh)[1]
         state = checkpoints.restore(step, like)
-        batch = jax.device_put(corpus.batch(config.seed, step, config.batch, config.seq), rows.sharding)
+        batch = jax.device_put(
+            corpus.batch(config.seed, step, config.batch, config.seq),
+            rows.sharding,
+        )
         errors = {
             name: {
                 "median": float(np.nanmedian(e)),
@@ -91,12 +107,20 @@ def probe(
 ) -> dict[str, Float[np.ndarray, "L E"]]:
     """Returns the errors [L, E] of each projection, NaN for an expert without a token."""
     got = _gradients(state, batch, config)
-    want = _gradients(state, batch, dataclasses.replace(config, recipe=None, dtype="float32", name="float32"))
+    want = _gradients(
+        state,
+        batch,
+        dataclasses.replace(config, recipe=None, dtype="float32", name="float32"),
+    )
 
     @jax.jit
     def norms(got, want):
         off = [a - b for a, b in zip(got, want, strict=True)]
-        return [(jnp.sqrt((wi**2).sum((2, 4))), jnp.sqrt((wo**2).sum((2, 3)))) for wi, wo in (off, want)]
+
+        def norms_of(wi, wo):
+            return jnp.sqrt((wi**2).sum((2, 4))), jnp.sqrt((wo**2).sum((2, 3)))
+
+        return [norms_of(*off), norms_of(*want)]
 
     (wi, wo), (wi_all, wo_all) = jax.device_get(norms(got, want))
     with np.errstate(invalid="ignore", divide="ignore"):

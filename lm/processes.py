@@ -22,18 +22,38 @@ HEARTBEAT = 100  # seconds, as JAX's default
 def add_options(group) -> None:
     """Adds the flags that `join` reads to `group`."""
     add = group.add_argument
-    add("--distributed", action="store_true", help="join the other processes of this Slurm or MPI job, as JAX finds it")
-    add("--coordinator", metavar="HOST:PORT", help="without such a job: the address at which process 0 listens")
+    add(
+        "--distributed",
+        action="store_true",
+        help="join the other processes of this Slurm or MPI job, as JAX finds it",
+    )
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="without such a job: the address at which process 0 listens",
+    )
     add("--num-processes", type=int, metavar="N", help="number of processes")
     add("--process-id", type=int, metavar="I", help="number of this process, from 0")
-    add("--heartbeat-timeout", type=int, default=HEARTBEAT, metavar="SECONDS", help="end when another process has sent "
-        "no sign of life for so long (default: %(default)s)")  # fmt: skip
+    add(
+        "--heartbeat-timeout",
+        type=int,
+        default=HEARTBEAT,
+        metavar="SECONDS",
+        help="end when another process has sent no sign of life for so long (default: %(default)s)",
+    )
 
 
 def flags(args: argparse.Namespace) -> list[str]:
     """Returns the flags with which to join again, for the hint how to resume."""
     if args.coordinator:
-        return ["--coordinator", "HOST:PORT", "--num-processes", str(args.num_processes), "--process-id", "I"]
+        return [
+            "--coordinator",
+            "HOST:PORT",
+            "--num-processes",
+            str(args.num_processes),
+            "--process-id",
+            "I",
+        ]
     return ["--distributed"] if args.distributed else []
 
 
@@ -44,18 +64,19 @@ def join(args: argparse.Namespace) -> None:
       ValueError: the flags do not fit together, or JAX finds no Slurm or MPI job.
       RuntimeError: the coordinator does not answer.
     """
-    given = {
-        f"--{name.replace('_', '-')}": getattr(args, name) for name in ("coordinator", "num_processes", "process_id")
-    }
-    missing = [name for name, value in given.items() if value is None]
+    names = ("coordinator", "num_processes", "process_id")
+    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    all_flags = ", ".join(flags)
+    missing = [name for name, value in flags.items() if value is None]
     if len(missing) == 3 and not args.distributed:
         return
     if args.distributed and len(missing) < 3:
         raise ValueError(
-            f"--distributed finds {', '.join(given)} itself; give --distributed alone, or the three flags without it"
+            f"--distributed finds {all_flags} itself; give --distributed alone, or the three flags without it",
         )
     if not args.distributed and missing:
-        raise ValueError(f"{', '.join(missing)} missing: one of several processes needs all of {', '.join(given)}")
+        absent = ", ".join(missing)
+        raise ValueError(f"{absent} missing: one of several processes needs all of {all_flags}")
     if args.heartbeat_timeout < 1:
         raise ValueError(f"--heartbeat-timeout {args.heartbeat_timeout} must be at least 1 second")
     if not args.distributed:
@@ -63,7 +84,8 @@ def join(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--process-id {args.process_id} must be at least 0 and below --num-processes {args.num_processes}"
             )
-        if not args.coordinator.rpartition(":")[0] or not args.coordinator.rpartition(":")[2].isdecimal():
+        host, _, port = args.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
             raise ValueError(f"--coordinator {args.coordinator} must be HOST:PORT, as in node0:1234")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -76,11 +98,12 @@ def join(args: argparse.Namespace) -> None:
             heartbeat_timeout_seconds=args.heartbeat_timeout,
         )
     except ValueError as error:  # JAX raises ValueError where it finds no job.
-        raise ValueError(f"--distributed: JAX finds no Slurm or MPI job ({error}); give {', '.join(given)}") from error
+        reason = f"--distributed: JAX finds no Slurm or MPI job ({error}); give {all_flags}"
+        raise ValueError(reason) from error
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which prints, and writes the files that are written once."""
+    """Returns whether this is process 0, which prints, and writes the files that are written once."""
     return jax.process_index() == 0
 
 
@@ -102,7 +125,8 @@ def together[T](act: Callable[[], T]) -> T:
     Raises:
       ValueError: `act()` failed in another process; its own error is raised where it failed.
     """
-    result, own_error = None, None
+    result = None
+    own_error = None
     try:
         result = act()
     except Exception as error:
@@ -122,7 +146,8 @@ def agree(**values: Any) -> None:
     Raises:
       ValueError: two processes have different values; every process raises it, and the message names the value.
     """
-    digests = [json.loads(text) for text in gather(json.dumps({n: _digest(v) for n, v in values.items()}))]
+    own_digests = json.dumps({name: _digest(value) for name, value in values.items()})
+    digests = [json.loads(text) for text in gather(own_digests)]
     for name in values:
         other = next((i for i, one in enumerate(digests) if one[name] != digests[0][name]), None)
         if other is not None:

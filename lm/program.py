@@ -61,7 +61,8 @@ def start(cpu_devices: int | None = None) -> None:
         emulate(cpu_devices)
     try:
         jax.device_count()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform it was told to use.
+    # JAX asserts that this machine has a platform it was told to use.
+    except (RuntimeError, AssertionError) as error:
         why = str(error).strip() or f"this machine has none of the platforms {jax.config.jax_platforms}"
         raise moax.Unsupported(f"JAX cannot start: {why}") from error
 
@@ -94,7 +95,10 @@ def mesh_of(text: str) -> Sizes:
     The axes come out in the order dp, fsdp, cp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
     """
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
-    sizes = {name: int(size) for name, _, size in parts if name in ROLES and size.isdecimal() and int(size)}
+    sizes = {}
+    for name, _, size in parts:
+        if name in ROLES and size.isdecimal() and int(size):
+            sizes[name] = int(size)
     if len(sizes) < len(parts):
         wanted = f"must have sizes of the axes {', '.join(ROLES)}, each at most once, as fsdp=2,ep=4"
         raise argparse.ArgumentTypeError(f"{text!r} {wanted}")

@@ -36,13 +36,15 @@ class Report:
 
     def start(self, config: TrainConfig, mesh, corpus: Corpus) -> None:
         """The run calls this before it compiles."""
-        self.config, self.every = config, max(1, config.steps // 20)
+        self.config = config
+        self.every = max(1, config.steps // 20)
         if self.stream:
             self.note("\n".join([*describe(config, mesh, corpus), "compiling ..."]))
 
     def ready(self, run: Run, done: int, seconds: float) -> None:
         """The run calls this when it has compiled, `seconds` after `start`, and has the state of step `done`."""
-        self.note(f"ready after {seconds:.0f} s" + (f", resumed at step {done}" if done else "") + f"; see {run.path}/")
+        resumed = f", resumed at step {done}" if done else ""
+        self.note(f"ready after {seconds:.0f} s{resumed}; see {run.path}/")
 
     def step(self, row: dict[str, Any]) -> None:
         """The run calls this after each step with the step's row of metrics.jsonl."""
@@ -81,7 +83,8 @@ def describe(config: TrainConfig, mesh: jax.sharding.Mesh, corpus: Corpus) -> li
 def crossing(mesh: Any) -> tuple[str, ...]:
     """Returns the names of the axes along which two neighbouring devices belong to different processes."""
     owners = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(owners, axis=dim).any())
+    changes = [np.diff(owners, axis=dim).any() for dim in range(owners.ndim)]
+    return tuple(name for name, changed in zip(mesh.axis_names, changes, strict=True) if changed)
 
 
 def finish(result: Result) -> list[str]:
@@ -89,20 +92,27 @@ def finish(result: Result) -> list[str]:
 
     All of them compile the program without the recipe, since the processes compile together.
     """
-    config, text = result.config, []
-    gathers = [] if result.interrupted else _describe_gathers(config, result.update)
+    config = result.config
+    text = []
+    if result.interrupted:
+        gathers = []
+    else:
+        gathers = _describe_gathers(config, result.update)
     if not is_first():
         return []
     plots.draw_run(result.run, config)
-    steps, evaluations = result.run.rows("loss"), result.run.rows("held_out_loss")
+    steps = result.run.rows("loss")
+    evaluations = result.run.rows("held_out_loss")
     if evaluations and (last := evaluations[-1])["step"]:
-        first, loss = evaluations[0]["held_out_loss"], last["held_out_loss"]
+        initial_loss = evaluations[0]["held_out_loss"]
+        loss = last["held_out_loss"]
         bits = f"({loss / math.log(2):.2f} bits) after {last['step']} steps"
-        text.append(f"held-out loss   {first:.3f} -> {loss:.3f} nats a byte {bits}")
+        text.append(f"held-out loss   {initial_loss:.3f} -> {loss:.3f} nats a byte {bits}")
     if steps:
         speed = statistics.median(row["tokens_per_s"] for row in steps)
         text.append(f"speed           {speed:,.0f} tokens/s in the median step")
-        text.append(f"dropped         {sum(row['dropped'] for row in steps)} of all (token, expert) pairs")
+        dropped = sum(row["dropped"] for row in steps)
+        text.append(f"dropped         {dropped} of all (token, expert) pairs")
         rounds = max(row["rounds"] for row in steps)
         if rounds > 1 and config.buffer_factor is not None:
             text.append(
@@ -124,12 +134,13 @@ def _describe_gathers(config: TrainConfig, update: jax.stages.Compiled) -> list[
             plain = _gather_bytes(step.lower(*args))
     if not plain:
         return []
-    of = f" with {config.recipe}, {sent / plain:.2f} of the {plain / 1e6:.2f} MB in {config.dtype} without"
-    sent, of = (sent, of) if config.recipe else (plain, "")
-    return [f"weight gathers  a device sends {sent / 1e6:.2f} MB in a step{of}"]
+    if not config.recipe:
+        return [f"weight gathers  a device sends {plain / 1e6:.2f} MB in a step"]
+    part = f"{sent / plain:.2f} of the {plain / 1e6:.2f} MB in {config.dtype} without"
+    return [f"weight gathers  a device sends {sent / 1e6:.2f} MB in a step with {config.recipe}, {part}"]
 
 
 def _gather_bytes(program: jax.stages.Lowered | jax.stages.Compiled) -> int:
     """Returns the bytes of weights and scales that a device sends in one update, with one round over the buffers."""
-    found = [c for c in inspect.collectives(program) if not c.open_loop]
-    return inspect.total_bytes(inspect.weight_gathers(found, AXES.fsdp))
+    collectives = [c for c in inspect.collectives(program) if not c.open_loop]
+    return inspect.total_bytes(inspect.weight_gathers(collectives, AXES.fsdp))

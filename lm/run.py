@@ -27,8 +27,11 @@ class Run:
     """The files of one run. A step has a row of metrics with `loss`, an evaluation one with `held_out_loss`."""
 
     def __init__(self, path: Path):
-        self.path, self.config, self.metrics = path, path / "config.json", path / "metrics.jsonl"
-        self.checkpoints, self.curves = path / "checkpoints", path / "curves.png"
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.curves = path / "curves.png"
 
     def log(self, **row: Any) -> None:
         """Appends one row to metrics.jsonl."""
@@ -37,22 +40,28 @@ class Run:
 
     def rows(self, having: str = "step") -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl that have `having`, but for a last row that a killed process left cut."""
-        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
-        return [row for row in (json.loads(line) for line in lines if line.endswith("\n")) if having in row]
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row for row in rows if having in row]
 
     def forget_after(self, step: int) -> None:
         """Drops the rows of steps after `step`, which a resumed run writes again."""
-        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-        self.metrics.write_text("".join(kept))
+        rows = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+        self.metrics.write_text("".join(rows))
 
     def write_config(self, config: TrainConfig, corpus: Corpus) -> None:
         """Writes config.json: the settings, and the fingerprint of the text."""
-        self.config.write_text(json.dumps(config.to_json() | {"fingerprint": corpus.fingerprint}, indent=2) + "\n")
+        self.config.write_text(
+            json.dumps(config.to_json() | {"fingerprint": corpus.fingerprint}, indent=2) + "\n",
+        )
 
 
 def create(config: TrainConfig) -> TrainConfig:
     """Makes the folder out/name, or out/name-2, ... where the name is taken; returns the settings with its name."""
-    name, number = config.name, 1
+    name = config.name
+    number = 1
     while True:
         try:
             Path(config.out, name).mkdir(parents=True)
@@ -69,11 +78,14 @@ def read_config(out: str, name: str | None) -> TrainConfig:
       ValueError: `out` has no such run; the message names the runs that it has.
     """
     files = sorted(Path(out).glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    found = [file for file in files if name in (None, file.parent.name)]
-    if not found:
-        runs = f"its runs are {', '.join(sorted(file.parent.name for file in files))}" if files else "there are no runs"
+    named = [file for file in files if name in (None, file.parent.name)]
+    if not named:
+        if files:
+            runs = f"its runs are {', '.join(sorted(file.parent.name for file in files))}"
+        else:
+            runs = "there are no runs"
         raise ValueError(f"--resume: {out}/ has no run{f' {name!r}' if name else ''}; {runs}")
-    data = json.loads(found[-1].read_text())
+    data = json.loads(named[-1].read_text())
     data.pop("fingerprint", None)
     return TrainConfig.from_json(data)
 
@@ -86,7 +98,8 @@ def reopen(config: TrainConfig, corpus: Corpus) -> Run:
     """
     earlier = read_config(config.out, config.name)
     for field in FIXED:
-        before, now = getattr(earlier, field), getattr(config, field)
+        before = getattr(earlier, field)
+        now = getattr(config, field)
         if before != now:
             raise ValueError(f"--resume {config.name}: {field} was {before}, and is now {now}; it cannot change")
     run = Run(Path(config.out, config.name))
@@ -101,7 +114,11 @@ class Checkpoints:
     def __init__(self, folder: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
         handler = ocp.StandardCheckpointHandler()
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=options,
+            item_handlers=handler,
+        )
 
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint; None where there is none."""

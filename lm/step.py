@@ -22,7 +22,11 @@ from moax import MoEStats, QuantizedParams
 from moax.params import token_spec
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "router_bias", "optimizer"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "router_bias", "optimizer"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """The state that a checkpoint holds.
@@ -43,14 +47,26 @@ class TrainState:
 def schedule(config: TrainConfig) -> optax.Schedule:
     """Returns the schedule step -> learning rate: linear from 0 over `warmup`, then a cosine to a tenth at `steps`."""
     warmup = min(config.warmup, max(1, config.steps // 2))
-    return optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, max(config.steps, warmup + 1), config.lr / 10)
+    return optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.lr,
+        warmup,
+        max(config.steps, warmup + 1),
+        config.lr / 10,
+    )
 
 
 def optimizer(config: TrainConfig) -> Any:
     """Returns the `optax.GradientTransformation` of `Params`; its type is Any, as optax's types admit no dataclass."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
-        optax.adamw(schedule(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_decays),
+        optax.adamw(
+            schedule(config),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=config.weight_decay,
+            mask=_decays,
+        ),
     )
 
 
@@ -77,10 +93,16 @@ def shardings(config: TrainConfig, mesh) -> TrainState:
 
     A moment of the optimizer has the sharding of its parameter; counts and the bias are on every device.
     """
-    params, tx = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0)), optimizer(config)
-    specs, replicated = lm.specs(config.model), cast(Any, PartitionSpec())
+    params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
+    tx = optimizer(config)
+    specs = lm.specs(config.model)
+    replicated = cast(Any, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
-        tx, lambda _, spec: spec, jax.eval_shape(tx.init, params), specs, transform_non_params=lambda _: replicated
+        tx,
+        lambda _, spec: spec,
+        jax.eval_shape(tx.init, params),
+        specs,
+        transform_non_params=lambda _: replicated,
     )
     bias = replicated if config.model.balance == "bias" else None
     return jax.tree.map(partial(NamedSharding, mesh), TrainState(replicated, specs, bias, moments))
@@ -122,11 +144,21 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
         quantized = lm.quantize(state.params, config)
 
     def add(sums, part):
-        (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, quantized)
+        (total, (entropy, stats)), grads = grad(
+            state.params,
+            state.router_bias,
+            part,
+            config,
+            quantized,
+        )
         with jax.named_scope("accumulate"):
             return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
 
-    zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
+    zero = (
+        jnp.zeros((), jnp.float32),
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(jnp.zeros_like, state.params),
+    )
     sums, stats = lax.scan(add, zero, parts)
     total, entropy, grads = jax.tree.map(lambda v: v / count, sums)
     stats = MoEStats(
@@ -151,10 +183,12 @@ def train_step(
     (total, (entropy, stats)), grads = gradients(state, batch, config)
     with jax.named_scope("optimizer"):
         updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
-        params, norm = jax.tree.map(jnp.add, state.params, updates), optax.tree.norm(grads)
+        params = jax.tree.map(jnp.add, state.params, updates)
+        norm = optax.tree.norm(grads)
     bias = state.router_bias
     if bias is not None:
-        bias = jax.vmap(partial(moax.update_router_bias, rate=config.bias_rate))(bias, stats.tokens_per_expert)
+        update_bias = partial(moax.update_router_bias, rate=config.bias_rate)
+        bias = jax.vmap(update_bias)(bias, stats.tokens_per_expert)
     metrics = {
         "loss": entropy,
         "extra_loss": total - entropy,
@@ -167,7 +201,11 @@ def train_step(
     return TrainState(state.step + 1, params, bias, opt_state), metrics
 
 
-def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig) -> Float[Array, ""]:
+def eval_step(
+    state: TrainState,
+    batch: UInt8[Array, "B S1"],
+    config: TrainConfig,
+) -> Float[Array, ""]:
     """Computes the mean cross entropy of a batch [B, S + 1] u8, in nats a byte."""
     return loss_fn(state.params, state.router_bias, batch, config)[1][0]
 
@@ -182,8 +220,13 @@ def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
     )
     rows = NamedSharding(mesh, _batch_spec())
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
-    metrics = NamedSharding(mesh, PartitionSpec())  # on every device, so that every process can read them
-    step = jax.jit(partial(train_step, config=config), out_shardings=(states, metrics), donate_argnums=0)
+    # The metrics are on every device, so that every process can read them.
+    metrics = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(
+        partial(train_step, config=config),
+        out_shardings=(states, metrics),
+        donate_argnums=0,
+    )
     return step, (like, batch)
 
 
@@ -214,7 +257,10 @@ class Program:
 def build(config: TrainConfig, mesh) -> Program:
     """Compiles the program of a run on `mesh`, which must be the mesh that is set."""
     step, (like, batch) = jit_update(config, mesh)
-    evaluate = jax.jit(partial(eval_step, config=config), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    evaluate = jax.jit(
+        partial(eval_step, config=config),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
     return Program(
         init=jit_init(config, mesh),
         update=step.lower(like, batch).compile(),

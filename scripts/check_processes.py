@@ -45,8 +45,12 @@ CASES = (
 def compute(case: tuple, config: moax.MoEConfig, tokens: int) -> dict[str, np.ndarray]:
     """Returns the shards of this process of a block's y, stats and gradients, by name and place in the mesh."""
     axis, exchange, recipe, buffer_factor, skewed, kind = case
-    mesh = moax.make_mesh({"fsdp": 1, "ep": 1} | {axis: jax.device_count()}, axis_type=AxisType[kind])
-    favoured, seeds = skewed & (np.arange(config.num_experts) < config.num_experts // 2), iter(range(100))
+    mesh = moax.make_mesh(
+        {"fsdp": 1, "ep": 1} | {axis: jax.device_count()},
+        axis_type=AxisType[kind],
+    )
+    favoured = skewed & (np.arange(config.num_experts) < config.num_experts // 2)
+    seeds = iter(range(100))
 
     def both(x, params, dy):
         def block(x, params):
@@ -58,41 +62,55 @@ def compute(case: tuple, config: moax.MoEConfig, tokens: int) -> dict[str, np.nd
         dx, d = pull((dy, jnp.ones_like(loss)))
         return {"y": y, "stats": stats, "dx": dx, "d": d}
 
-    def draw(path, of):
+    def draw(path, shape):
         """Draws values of which the shape alone decides. The first row of the router is added to all logits."""
-        name, values = jax.tree_util.keystr(path), np.random.default_rng(next(seeds)).standard_normal(of.shape, "f4")
-        values *= config.d_model**-0.5 if "." in name else 1
+        name = jax.tree_util.keystr(path)
+        values = np.random.default_rng(next(seeds)).standard_normal(shape.shape, "f4")
+        if "." in name:
+            values *= config.d_model**-0.5
         if name == "[0]":
             values[:, 0] = 1
         if name.endswith(".router"):
             values[0] = 20 * favoured
-        return jax.make_array_from_callback(of.shape, of.sharding, lambda index: values.astype(of.dtype)[index])
+        return jax.make_array_from_callback(
+            shape.shape,
+            shape.sharding,
+            lambda index: values.astype(shape.dtype)[index],
+        )
 
     with jax.set_mesh(mesh):
         rows = tokens * jax.device_count()
         params, x = operand_shapes(config, rows, moax.Axes(), mesh, jnp.bfloat16, jnp.bfloat16)
         operands = jax.tree_util.tree_map_with_path(draw, (x, params, x))
         on_gpu = jax.default_backend() == "gpu"
-        out = jax.jit(both).lower(*operands).compile(SAME_PRODUCTS if on_gpu else None)(*operands)
+        compiled = jax.jit(both).lower(*operands).compile(SAME_PRODUCTS if on_gpu else None)
+        out = compiled(*operands)
     places = {device: i for i, device in enumerate(mesh.devices.flat)}
-    return {
-        f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}": np.asarray(
-            shard.data.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else shard.data)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(out)
-        for shard in leaf.addressable_shards
-    }  # fmt: skip
+    values = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+        for shard in leaf.addressable_shards:
+            data = shard.data
+            if leaf.dtype == jnp.bfloat16:
+                data = data.astype(jnp.float32)
+            name = f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}"
+            values[name] = np.asarray(data)
+    return values
 
 
 def work(args: argparse.Namespace) -> None:
     """Computes the blocks in one process, or as one of several, and writes the values."""
-    several, process = args.num_processes, args.process_id or 0
-    jax.config.update("jax_num_cpu_devices", 1 if several else args.devices)  # the host's, where GPUs are
+    several = args.num_processes
+    process = args.process_id or 0
+    # On a machine with GPUs this sets the host's devices.
+    jax.config.update("jax_num_cpu_devices", 1 if several else args.devices)
     if several:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         mine = [process] if args.gpus else None
-        how = dict(local_device_ids=mine, cluster_detection_method="deactivate")
-        jax.distributed.initialize(args.coordinator, several, process, **how)
-    config, tokens = (SMALL, 61) if args.tiny else (BLOCK, 487)  # prime numbers of tokens
+        options = dict(local_device_ids=mine, cluster_detection_method="deactivate")
+        jax.distributed.initialize(args.coordinator, several, process, **options)
+    # The numbers of tokens are prime.
+    config = SMALL if args.tiny else BLOCK
+    tokens = 61 if args.tiny else 487
     values: dict[str, np.ndarray] = {}
     for case in CASES[: 2 if args.tiny else None]:
         values |= compute(case, config, tokens)
@@ -103,40 +121,57 @@ def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
     """Returns whether a shard is missing, or has another shape, another integer, or a value that is too far off."""
     if got is None or want is None or got.shape != want.shape:
         return True
-    limit = 0.0 if want.dtype.kind in "iu" else LIMIT * np.max(np.abs(want), initial=0)
+    if want.dtype.kind in "iu":
+        limit = 0.0
+    else:
+        limit = LIMIT * np.max(np.abs(want), initial=0)
     return not (np.abs(got.astype(np.float64) - want) <= limit).all()  # a NaN differs
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tiny", action="store_true", help="small blocks, for emulated devices")
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
-    for name, kind in dict(out=str, gpus=int, coordinator=str, num_processes=int, process_id=int).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=argparse.SUPPRESS)  # of a worker
+    # These options are those of a worker.
+    of_worker = dict(out=str, gpus=int, coordinator=str, num_processes=int, process_id=int)
+    for name, kind in of_worker.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
         work(args)
         return 0
     gpus = 0
     if shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
-        gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
-    devices, found = args.devices or gpus or 2, []
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"} | (
-        {} if gpus else {"JAX_PLATFORMS": "cpu"}
-    )
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        gpus = listed.stdout.count("GPU ")
+    devices = args.devices or gpus or 2
+    results = []
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
+    if not gpus:
+        os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory(prefix="check_processes_") as name:
         for count in (1, devices):
             folder = Path(name, str(count))
-            command = [__file__, "--out", str(folder), "--devices", str(devices), "--gpus", str(gpus)]
+            command = [__file__, "--out", str(folder)]
+            command += ["--devices", str(devices), "--gpus", str(gpus)]
             command += ["--tiny"] * args.tiny
-            ended = processes.finish(folder, processes.start(folder, command, processes=count, devices=None), 500)
+            started = processes.start(folder, command, processes=count, devices=None)
+            ended = processes.finish(folder, started, 500)
             for i, (code, said) in enumerate(ended):
                 if code:
                     sys.exit(f"process {i} of {count}:\n{said[-3000:]}")
-            found.append({key: value for file in folder.glob("*.npz") for key, value in np.load(file).items()})
-    one, several = found
-    bad = sorted(key for key in one.keys() | several.keys() if differ(several.get(key), one.get(key)))
-    print(*bad, f"{len(bad)} of {len(one)} shards differ" if bad else "one process and several agree", sep="\n")
+            values: dict[str, np.ndarray] = {}
+            for file in folder.glob("*.npz"):
+                values |= dict(np.load(file).items())
+            results.append(values)
+    one, several = results
+    keys = one.keys() | several.keys()
+    bad = sorted(key for key in keys if differ(several.get(key), one.get(key)))
+    verdict = f"{len(bad)} of {len(one)} shards differ" if bad else "one process and several agree"
+    print(*bad, verdict, sep="\n")
     return int(bool(bad))
 
 

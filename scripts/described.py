@@ -30,7 +30,11 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+def mesh_of_h200s(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    kind: AxisType = AxisType.Auto,
+) -> Mesh:
     """Returns a mesh to compile for."""
     size = f"1x1x{math.prod(shape)}"
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=size)
@@ -38,15 +42,30 @@ def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType
     return Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
-def make_operands(config: moax.MoEConfig, tokens: int, *, axes=moax.Axes(), dtype=jnp.bfloat16, layers=None):
+def make_operands(
+    config: moax.MoEConfig,
+    tokens: int,
+    *,
+    axes=moax.Axes(),
+    dtype=jnp.bfloat16,
+    layers=None,
+):
     """Returns the types of the parameters, stacked where `layers` is a number, and of x, on the mesh in force."""
     mesh = jax.sharding.get_mesh()
     stacked = () if layers is None else (layers,)
 
     def place(leaf, spec):
         spec = PartitionSpec(*[None] * len(stacked), *spec)
-        return jax.ShapeDtypeStruct((*stacked, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            (*stacked, *leaf.shape),
+            leaf.dtype,
+            sharding=NamedSharding(mesh, spec),
+        )
 
     shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=dtype, axes=axes))
-    x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16, sharding=NamedSharding(mesh, token_spec(axes)))
+    x = jax.ShapeDtypeStruct(
+        (tokens, config.d_model),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, token_spec(axes)),
+    )
     return jax.tree.map(place, shapes, moax.param_specs(config, axes)), x

@@ -36,9 +36,14 @@ def run(framework: str, name: str) -> list[dict]:
     """Prints the rows of one file, as they come, and returns them. A file that fails adds a row that is wrong."""
     support = ROOT / "tests" / "support"
     paths = [ROOT / "src", ROOT / "examples", support, support / "frameworks"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "DECOUPLE_GCLOUD": "TRUE"}
-    command = [str(ROOT / f".venv-{framework}" / "bin" / "python"), str(support / "frameworks" / name)]
-    rows, log = [], []
+    python_path = os.pathsep.join(map(str, paths))
+    environment = os.environ | {"PYTHONPATH": python_path, "DECOUPLE_GCLOUD": "TRUE"}
+    command = [
+        str(ROOT / f".venv-{framework}" / "bin" / "python"),
+        str(support / "frameworks" / name),
+    ]
+    rows = []
+    log = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
@@ -49,7 +54,10 @@ def run(framework: str, name: str) -> list[dict]:
             else:
                 log.append(line)
     if process.returncode or not rows:
-        print(f"{name} ended with {process.returncode} after {len(rows)} rows:\n{''.join(log[-30:])}", flush=True)
+        print(
+            f"{name} ended with {process.returncode} after {len(rows)} rows:\n{''.join(log[-30:])}",
+            flush=True,
+        )
         rows.append({"right": False})
     return rows
 
@@ -57,7 +65,10 @@ def run(framework: str, name: str) -> list[dict]:
 def main(frameworks: list[str]) -> int:
     """Prints the table of these frameworks, and returns the exit status."""
     print(HEAD)
-    rows = [row for framework in frameworks for name in RUNS[framework] for row in run(framework, name)]
+    rows = []
+    for framework in frameworks:
+        for name in RUNS[framework]:
+            rows += run(framework, name)
     wrong = sum(not row["right"] for row in rows)
     print(f"{len(rows)} rows, {wrong} wrong")
     return int(wrong > 0)

@@ -44,13 +44,24 @@ from moax.kernels.hopper.pallas import exchange
 from moax.models import MODELS
 from moax.recipe import Format, get_recipe
 
-QWEN3, TOKENS = MODELS["qwen3-30b"].config, 8192
+QWEN3 = MODELS["qwen3-30b"].config
+TOKENS = 8192
 SMALL = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
 LIMITS = {"bf16": 24, "fp8_block": 31, "fp8_block+kept": 27}  # launches
 # These operations name memory, or are part of another one.
-FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id"}
+FREE = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "constant",
+    "after-all",
+    "partition-id",
+}
 OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-X_BYTES, SAVED_LIMIT, TEMPORARY_LIMIT = TOKENS * QWEN3.d_model * 2, 0.55e9, 1.2e9
+X_BYTES = TOKENS * QWEN3.d_model * 2
+SAVED_LIMIT = 0.55e9
+TEMPORARY_LIMIT = 1.2e9
 MEMORY_CASES = (  # recipe, ep, buffer_factor, save_rows
     ("fp8_block", 8, None, True),
     ("fp8_block", 8, 1.25, True),
@@ -73,13 +84,15 @@ def compile_kernels(only: str) -> None:
     for name, fn, operands in kernels():
         if only in name:
             print(f"== {name}", flush=True)
-            jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
+            shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]
+            jax.jit(fn).lower(*shapes).compile()
 
 
 def compile_exchange(only: str) -> None:
     """Compiles the exchange of rows and of words beside rows, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
     for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
-        mesh, places = mesh_of_h200s((2, 2), names), ((4, 2, 2 * len(axes)), I32)
+        mesh = mesh_of_h200s((2, 2), names)
+        places = ((4, 2, 2 * len(axes)), I32)
         for width, dtype in itertools.product(WIDTHS, (BF16, F8, F32)):
             name = f"exchange {width} {dtype.__name__} {names}"
             if only not in name:
@@ -92,15 +105,21 @@ def compile_exchange(only: str) -> None:
             shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
             place = NamedSharding(mesh, PartitionSpec(names))
             operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
-            over = jax.shard_map(put, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+            over = jax.shard_map(
+                put,
+                mesh=mesh,
+                in_specs=place.spec,
+                out_specs=place.spec,
+                check_vma=False,
+            )
             check_replicas(name, jax.jit(over).lower(*operands).compile(), 1)
 
 
 def check_replicas(name: str, compiled, count: int) -> None:
     """Exits unless the program has at least that many kernels that write to peers, and all know the four devices."""
-    found = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
-    if len(found) < count or set(found) != {"0,1,2,3"}:
-        sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
+    replicas = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
+    if len(replicas) < count or set(replicas) != {"0,1,2,3"}:
+        sys.exit(f"{name}: {len(replicas)} kernels write to peers, of replicas {set(replicas)}")
 
 
 def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
@@ -110,9 +129,18 @@ def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
         params, x = make_operands(SMALL, 1024, axes=options.get("axes", moax.Axes()), dtype=F32)
 
         def loss(x, params):
-            block = functools.partial(moax.moe, params=params, config=SMALL, kernels="hopper", **options)
+            block = functools.partial(
+                moax.moe,
+                params=params,
+                config=SMALL,
+                kernels="hopper",
+                **options,
+            )
             layer = jax.checkpoint(lambda x, _: (x + block(x)[0], None))
-            y = jax.lax.scan(layer, x, None, length=layers)[0] if layers else block(x)[0]
+            if layers:
+                y = jax.lax.scan(layer, x, None, length=layers)[0]
+            else:
+                y = block(x)[0]
             return jnp.sum(jnp.square(y.astype(F32)))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile(), params
@@ -121,21 +149,25 @@ def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
 def compile_one_sided() -> None:
     """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
     wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
-    auto, explicit = AxisType.Auto, AxisType.Explicit
+    auto = AxisType.Auto
+    explicit = AxisType.Explicit
     for kind, engine, recipe, factor in (
         (auto, "auto", wired, None),
         (auto, "shard_map", None, None),
         (auto, "auto", "fp8_block", 0.5),
         (explicit, "auto", "fp8_block", None),
     ):
-        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} buffer_factor={factor}"
+        options_named = f"engine={engine} wire={recipe is wired} buffer_factor={factor}"
+        name = f"block one_sided {kind} {options_named}"
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
         options = dict(recipe=recipe, exchange="one_sided", engine=engine, buffer_factor=factor)
         compiled, _ = compile_small(name, mesh, layers=2, **options)
-        # dispatch, combine, dispatch again and both transposes; the loop of overflow rounds has seven more
+        # The kernels are dispatch, combine, dispatch again and both transposes.
+        # The loop of overflow rounds has seven more.
         check_replicas(name, compiled, 5 if factor is None else 12)
-        found = [c for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",) and c.kind == "all-gather"]
-        over_ep = {(c.kind, c.dtype, c.size) for c in found}
+        collectives = inspect.collectives(compiled, mesh=mesh)
+        gathers = [c for c in collectives if c.axes == ("ep",) and c.kind == "all-gather"]
+        over_ep = {(c.kind, c.dtype, c.size) for c in gathers}
         counts = 2 * 2 * 1024 // 4 // 32  # of each pair of ranks, by 32 tokens
         if over_ep != {("all-gather", "int32", counts)}:
             sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
@@ -145,18 +177,26 @@ def compile_one_sided() -> None:
 def compile_blocks() -> None:
     """Compiles the block on 4 H200s as (fsdp 2, ep 2), and checks the collectives of each recipe."""
     mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
-    for layout, recipe in itertools.product(("experts", "model"), (None, "fp8_block", "mxfp8", "fp8_tensor")):
+    for layout, recipe in itertools.product(
+        ("experts", "model"),
+        (None, "fp8_block", "mxfp8", "fp8_tensor"),
+    ):
         name = f"block {recipe} fsdp on {layout}"
         compiled, params = compile_small(name, mesh, recipe=recipe, axes=moax.Axes(fsdp_dim=layout))
-        found = inspect.collectives(compiled, mesh=mesh)
-        gathers = {c.dtype for c in inspect.weight_gathers(found) if c.size >= 512 * 256}
+        collectives = inspect.collectives(compiled, mesh=mesh)
+        gathers = {c.dtype for c in inspect.weight_gathers(collectives) if c.size >= 512 * 256}
         if recipe is not None:
-            inspect.assert_no_wide_weight_gather(found, weights=(params.wi, params.wo))
+            inspect.assert_no_wide_weight_gather(collectives, weights=(params.wi, params.wo))
         if not gathers or (recipe is None and gathers != {"bfloat16"}):
             sys.exit(f"{name}: weights are gathered as {gathers or 'nothing'}")
-        if not inspect.weight_scatters(found) or any(c.kind == "all-reduce" and c.size >= 512 * 256 for c in found):
-            sys.exit(f"{name}: gradients are not reduce-scattered:\n{inspect.table(found)}")
-        print(f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered", flush=True)
+        if not inspect.weight_scatters(collectives) or any(
+            c.kind == "all-reduce" and c.size >= 512 * 256 for c in collectives
+        ):
+            sys.exit(f"{name}: gradients are not reduce-scattered:\n{inspect.table(collectives)}")
+        print(
+            f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered",
+            flush=True,
+        )
 
 
 def check_sass(args: argparse.Namespace) -> int:
@@ -169,21 +209,24 @@ def check_sass(args: argparse.Namespace) -> int:
                 compile_them()
         return 0
     command = [sys.executable, __file__, "sass", "--compile", "--only", args.only]
-    env, pipe = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, subprocess.PIPE
+    env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
+    pipe = subprocess.PIPE
     done = subprocess.run(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         print(done.stdout[-4000:])
         return done.returncode
-    what, seen, spilled = "", 0, []
+    what = ""
+    seen = 0
+    spilled = []
     for line in done.stdout.splitlines():
         if line.startswith("== "):
             what = line[3:]
-        if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        if match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             seen += 1
-            if found.groups() != ("0", "0"):
+            if match.groups() != ("0", "0"):
                 spilled.append(f"{what}: {line.strip()}")
-        if (found := re.search(r"Used (\d+) registers", line)) or line.startswith("block "):
-            print(f"{what}: {found[1]} registers" if found else line)
+        if (match := re.search(r"Used (\d+) registers", line)) or line.startswith("block "):
+            print(f"{what}: {match[1]} registers" if match else line)
     print(f"{seen} kernels compiled to SASS for an H200, {len(spilled)} spill registers")
     print(*spilled, sep="\n")
     return int(bool(spilled) or not seen)
@@ -191,31 +234,44 @@ def check_sass(args: argparse.Namespace) -> int:
 
 def compile_layer(case: str):
     """Returns the compiled forward and backward of one layer on one H200. After "+kept" weights come quantized."""
-    options: dict[str, Any] = dict(recipe=None if case == "bf16" else case.removesuffix("+kept"), kernels="hopper")
+    options: dict[str, Any] = dict(
+        recipe=None if case == "bf16" else case.removesuffix("+kept"),
+        kernels="hopper",
+    )
     quantize = functools.partial(moax.quantize_params, config=QWEN3, **options)
 
-    def both(x, params, kept, dy):
-        y, pull = jax.vjp(lambda x, p: moax.moe(x, p, QWEN3, quantized=kept, **options)[0], x, params)
+    def both(x, params, quantized, dy):
+        y, pull = jax.vjp(
+            lambda x, p: moax.moe(x, p, QWEN3, quantized=quantized, **options)[0],
+            x,
+            params,
+        )
         return y, pull(dy)
 
-    with jax.set_mesh(mesh_of_h200s((1,), ("ep",))):  # it says for which device the kernels are
+    # The mesh says for which device the kernels are.
+    with jax.set_mesh(mesh_of_h200s((1,), ("ep",))):
         params, x = make_operands(QWEN3, TOKENS)
-        kept = jax.eval_shape(quantize, params) if case.endswith("+kept") else None
-        return jax.jit(both).lower(x, params, kept, x).compile()
+        if case.endswith("+kept"):
+            quantized_shapes = jax.eval_shape(quantize, params)
+        else:
+            quantized_shapes = None
+        return jax.jit(both).lower(x, params, quantized_shapes, x).compile()
 
 
 def check_launches(args: argparse.Namespace) -> int:
     """Counts the operations of each program's entry that start a kernel; returns 1 where they are too many."""
     failed = False
     for case, limit in LIMITS.items():
-        text, count = compile_layer(case).as_text(), 0
+        text = compile_layer(case).as_text()
+        count = 0
         for line in text[text.index("\nENTRY ") :].split("\n}")[0].splitlines():
             match = OPERATION.match(line)
             if match and match[3] not in FREE and not match[3].endswith("-done"):
                 count += 1
                 if args.list:
                     scope = re.search(r'op_name="([^"]*)"', line)
-                    print(f"  {match[3]:12} {match[1]:45} {match[2][:60]:60} {scope[1][-70:] if scope else ''}")
+                    scope_end = scope[1][-70:] if scope else ""
+                    print(f"  {match[3]:12} {match[1]:45} {match[2][:60]:60} {scope_end}")
         print(f"{case}: {count} launches; the limit is {limit}")
         failed |= count > limit
     return int(failed)
@@ -242,29 +298,49 @@ def count_repeated(text: str) -> int:
     anything else reads the result.
     """
     bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
-    stored = {name: KERNEL_HASH.findall(body) for name, body in bodies.items() if " dynamic-update-slice(" in body}
-    called = [(body, name) for body in bodies.values() for name in re.findall(r"calls=%([^\s,]+)", body)]
-    return sum(kernel in KERNEL_HASH.findall(body) for body, name in called for kernel in stored.get(name, ()))
+    stored = {}
+    for name, body in bodies.items():
+        if " dynamic-update-slice(" in body:
+            stored[name] = KERNEL_HASH.findall(body)
+    repeated = 0
+    for body in bodies.values():
+        own_kernels = KERNEL_HASH.findall(body)
+        for name in re.findall(r"calls=%([^\s,]+)", body):
+            repeated += sum(kernel in own_kernels for kernel in stored.get(name, ()))
+    return repeated
 
 
 def check_memory(args: argparse.Namespace) -> int:
     """Prints the memory of each case, and returns 1 where it is too much, or not what the estimate says."""
-    rows, failed = [], False
+    rows = []
+    failed = False
     for recipe, ep, factor, save_rows in MEMORY_CASES:
-        options = dict(recipe=recipe, exchange="all_to_all", buffer_factor=factor, save_rows=save_rows)
+        options = dict(
+            recipe=recipe,
+            exchange="all_to_all",
+            buffer_factor=factor,
+            save_rows=save_rows,
+        )
         programs = [compile_scan(ep, layers, **options) for layers in (2, 4)]
         two, four = (program.memory_analysis().temp_size_in_bytes for program in programs)
         saved = (four - two) / 2 - X_BYTES
-        guess = estimate(QWEN3, {"ep": ep}, TOKENS, layers=1, hardware="h200", **options).memory.saved - X_BYTES
-        temporary, repeated = four - 4 * (saved + X_BYTES), count_repeated(programs[0].as_text())
+        estimated = estimate(QWEN3, {"ep": ep}, TOKENS, layers=1, hardware="h200", **options)
+        guess = estimated.memory.saved - X_BYTES
+        temporary = four - 4 * (saved + X_BYTES)
+        repeated = count_repeated(programs[0].as_text())
         rows.append({
             "case": f"{recipe or 'bf16'}, ep {ep}, buffer_factor {factor}, save_rows {save_rows}",
-            "saved_bytes": round(saved), "estimated_bytes": guess, "temporary_bytes": round(temporary),
-            "saved_bytes_of_48_layers": round(48 * (saved + X_BYTES)), "kernels_run_twice": repeated,
+            "saved_bytes": round(saved),
+            "estimated_bytes": guess,
+            "temporary_bytes": round(temporary),
+            "saved_bytes_of_48_layers": round(48 * (saved + X_BYTES)),
+            "kernels_run_twice": repeated,
         })  # fmt: skip
         off = guess / saved - 1
-        print(f"{rows[-1]['case']:53} saved {saved / 1e9:5.2f} GB a layer (estimate {off:+.0%}), temporary "
-              f"{temporary / 1e9:5.2f} GB, 48 layers {48 * (saved + X_BYTES) / 1e9:5.1f} GB", flush=True)  # fmt: skip
+        of_a_layer = f"saved {saved / 1e9:5.2f} GB a layer (estimate {off:+.0%})"
+        of_a_program = f"temporary {temporary / 1e9:5.2f} GB"
+        of_a_model = f"48 layers {48 * (saved + X_BYTES) / 1e9:5.1f} GB"
+        print(f"{rows[-1]['case']:53} {of_a_layer}, {of_a_program}, {of_a_model}", flush=True)
         default = recipe is not None and factor is not None and save_rows
         failed |= abs(off) > 0.1 or repeated > 0
         failed |= default and (saved > SAVED_LIMIT or temporary > TEMPORARY_LIMIT)
@@ -278,38 +354,52 @@ def lower_scan(gpus: int, layers: int, recipe: str | None):
         params, x = make_operands(QWEN3, gpus * TOKENS, layers=layers)
         split = NamedSharding(x.sharding.mesh, PartitionSpec(None, "fsdp"))
         dense = jax.ShapeDtypeStruct((layers, QWEN3.d_model, QWEN3.d_model), BF16, sharding=split)
-        return make_step(QWEN3, recipe, "hopper").lower({"dense": [dense] * DENSE, "moe": params}, x)
+        return make_step(QWEN3, recipe, "hopper").lower(
+            {"dense": [dense] * DENSE, "moe": params},
+            x,
+        )
 
 
 def size(types: str) -> int:
     """Returns the bytes of the largest array in the text of a type."""
     arrays = re.findall(r"(\w+)\[([\d,]+)\]", types)
-    return max((BYTES.get(dtype, 0) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays), default=0)
+    return max(
+        (BYTES.get(dtype, 0) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays),
+        default=0,
+    )
 
 
 def is_kernel(line: str) -> bool:
     """Returns whether an instruction is a kernel of a layer's products, and none of a gather or a scatter."""
     name = re.search(r'op_name="([^"]*)"', line)
-    is_call = "custom-call(" in line or line.strip().startswith("%dynamic_slice_fusion")  # a kernel that reads a slice
+    # A kernel that reads a slice is a fusion of it.
+    is_call = "custom-call(" in line or line.strip().startswith("%dynamic_slice_fusion")
     return is_call and name is not None and KERNEL.search(name[1]) is not None
 
 
 def read(text: str) -> list[dict[str, Any]]:
     """Returns a row for each large collective in the bodies of the loops of a scheduled program."""
-    bodies, rows = set(re.findall(r"body=%([\w.\-]+)", text)), []
+    bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+    rows = []
     for block in re.split(r"\n(?=%|ENTRY)", text):
         name, *lines = block.splitlines()
         if name.split()[0].strip("%") not in bodies:
             continue
         for i, line in enumerate(lines):
-            found = COLLECTIVE.search(line)
-            if found and size(found[2]) >= LARGE:
+            match = COLLECTIVE.search(line)
+            if match and size(match[2]) >= LARGE:
                 done = i
-                if found[4]:  # otherwise nothing runs beside it
-                    ends = re.compile(rf"{found[3]}-done\(.*%{re.escape(found[1])}\)")
+                if match[4]:  # Otherwise nothing runs beside the collective.
+                    ends = re.compile(rf"{match[3]}-done\(.*%{re.escape(match[1])}\)")
                     done = next(j for j, other in enumerate(lines) if ends.search(other))
                 beside = [line for line in lines[i:done] if is_kernel(line)]
-                rows.append({"collective": found[3], "bytes": size(found[2]), "kernels_beside": len(beside)})
+                rows.append(
+                    {
+                        "collective": match[3],
+                        "bytes": size(match[2]),
+                        "kernels_beside": len(beside),
+                    }
+                )
     return rows
 
 
@@ -320,14 +410,25 @@ def check_overlap(args: argparse.Namespace) -> int:
     for recipe, options in itertools.product(args.recipes.split(","), (True, False)):
         program = lower_scan(args.gpus, args.layers, None if recipe == "none" else recipe)
         compiled = program.compile(compiler_options=moax.OVERLAP_OPTIONS if options else None)
-        found = read(compiled.as_text())
+        collectives = read(compiled.as_text())
         temporary = compiled.memory_analysis().temp_size_in_bytes
-        rows.append({"recipe": recipe, "options": options, "temporary_bytes": temporary, "collectives": found})
-        print(f"{recipe}, options={options}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
-        for row in found:
+        rows.append(
+            {
+                "recipe": recipe,
+                "options": options,
+                "temporary_bytes": temporary,
+                "collectives": collectives,
+            }
+        )
+        print(
+            f"{recipe}, options={options}: {temporary / 1e9:.2f} GB beside arguments and results",
+            flush=True,
+        )
+        for row in collectives:
             print("  " + ", ".join(f"{name} {value}" for name, value in row.items()))
-        waits = sum(not row["kernels_beside"] for row in found)  # backward begins with the gather of wo
-        failed |= options and (not found or waits > 1)
+        # Backward begins with the gather of wo.
+        waits = sum(not row["kernels_beside"] for row in collectives)
+        failed |= options and (not collectives or waits > 1)
     save(args.out, rows, gpus=args.gpus, layers=args.layers, options=moax.OVERLAP_OPTIONS)
     return int(failed)
 
@@ -336,11 +437,18 @@ def save(path: str | None, rows: list[dict[str, Any]], **about) -> None:
     """Writes rows as JSON; None writes nothing."""
     if path:
         head = report.header(["python", *sys.argv], None, {})
-        report.save(path, head | {"device": "compiled for NVIDIA H200s that this machine does not have"} | about, rows)
+        report.save(
+            path,
+            head | {"device": "compiled for NVIDIA H200s that this machine does not have"} | about,
+            rows,
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True)
     for name, run in (("sass", check_sass), ("launches", check_launches), ("memory", check_memory),
                       ("overlap", check_overlap)):  # fmt: skip

@@ -17,7 +17,8 @@ from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.models import MODELS
 
-ROWS, EXPERTS = 4096, 8
+ROWS = 4096
+EXPERTS = 8
 MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
     MODELS[name].config for name in ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b", "deepseek-v3")
 )
@@ -33,15 +34,23 @@ SHAPES = (
     (32, 2 * GPT_OSS.d_ff),
 )
 WIDTHS = (96, QWEN3.d_ff, 1408, QWEN3.d_model, GPT_OSS.d_model, DEEPSEEK.d_model)
-BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
+BF16 = jnp.bfloat16
+F8 = jnp.float8_e4m3fn
+F32 = jnp.float32
+I32 = jnp.int32
 
 
 up = lambda n: -(-n // BLOCK)  # noqa: E731
 
 
 def shapes_of(op: str) -> set[tuple[int, int]]:
-    keys = [key for entries in tiles.read_table().values() for key in entries if key.split()[0] == op]
-    turned = {(n, k) for k, n in SHAPES} if op == "matmul_transposed" else set(SHAPES)
+    keys = []
+    for entries in tiles.read_table().values():
+        keys += [key for key in entries if key.split()[0] == op]
+    if op == "matmul_transposed":
+        turned = {(n, k) for k, n in SHAPES}
+    else:
+        turned = set(SHAPES)
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
@@ -51,7 +60,8 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
     transpose = op == "matmul_transposed"
     w = ((EXPERTS, n, k) if transpose else (EXPERTS, k, n), BF16)
     weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
-    x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
+    x = ((ROWS, k), BF16)
+    dy = ((ROWS, n), BF16)
     biases = [((EXPERTS, n), BF16)] if bias else []
     sources = [((ROWS,), I32)] if gathers else []
     totals = [] if total is None else [((EXPERTS, k, n), total)]
@@ -69,20 +79,38 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
         return grouped_matmul(a, b, blocks(sizes), tile, bias=bias, transpose=transpose)
 
     def gather_matmul(a, b, sizes, source, *, tile):
-        return grouped_matmul(a[:512], b, blocks(sizes), tile, gather_idx=source, transpose=transpose)
+        return grouped_matmul(
+            a[:512],
+            b,
+            blocks(sizes),
+            tile,
+            gather_idx=source,
+            transpose=transpose,
+        )
 
     def gather_wgrad(a, b, sizes, source, *, tile):
-        a, b = (v[:512] if name == gathers else v for name, v in (("x", a), ("dy", b)))
+        if gathers == "x":
+            a = a[:512]
+        if gathers == "dy":
+            b = b[:512]
         return grouped_wgrad(a, b, blocks(sizes), tile, gather_idx=source, gathers=gathers)
 
     def wgrad(a, b, sizes, total=None, *, tile):
-        return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=BF16 if total is None else total.dtype, total=total)
+        out = BF16 if total is None else total.dtype
+        return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=out, total=total)
 
     def matmul_fp8(a, scale_a, b, scale_b, sizes, bias=None, *, tile):
-        return grouped_matmul(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
+        return grouped_matmul(
+            KMajorFp8(a, scale_a),
+            KMajorFp8(b, scale_b),
+            blocks(sizes),
+            tile,
+            bias=bias,
+        )
 
     def wgrad_fp8(a, scale_a, b, scale_b, sizes, total=None, *, tile):
-        operands, out = (KMajorFp8(a, scale_a), KMajorFp8(b, scale_b)), BF16 if total is None else total.dtype
+        operands = (KMajorFp8(a, scale_a), KMajorFp8(b, scale_b))
+        out = BF16 if total is None else total.dtype
         return grouped_wgrad(*operands, blocks(sizes), tile, out_dtype=out, total=total)
 
     match op:
@@ -105,18 +133,24 @@ def relu2(up):
 
 
 def multiply_activate(x, w, sizes, source=None, *, act, tile):
-    x = x if source is None else x[:512]
+    if source is not None:
+        x = x[:512]
     return grouped_matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, gather_idx=source)
 
 
-def with_blocks(fn: Callable, *more, **options) -> Callable:
+def with_blocks(fn: Callable, *arguments, **options) -> Callable:
     """Returns `fn` with the group sizes in place of its argument after the operands, the `Blocks`."""
-    return lambda *args: fn(*args[:-1], make_blocks(args[-1], ROWS), *more, **options)
+    return lambda *args: fn(*args[:-1], make_blocks(args[-1], ROWS), *arguments, **options)
 
 
 def with_weights(fn: Callable, **options) -> Callable:
     """Returns a kernel of SwiGLU as a function of its operands, the weights of rows, and the group sizes."""
-    return lambda *args: fn(*args[:-2], make_blocks(args[-1], ROWS), swiglu, weights=args[-2], **options)
+
+    def run(*args):
+        *operands, weights, sizes = args
+        return fn(*operands, make_blocks(sizes, ROWS), swiglu, weights=weights, **options)
+
+    return run
 
 
 def quantize_gathered(x, source, sizes, **wanted):
@@ -128,7 +162,8 @@ def quantize_by_row(x):
 
 
 def place_assignments(experts, weights, *part, groups):
-    counted, rows = plan.count_groups(experts, groups), 2 * experts.size
+    counted = plan.count_groups(experts, groups)
+    rows = 2 * experts.size
     return plan.build_permutation(experts, counted, groups, BLOCK, rows, weights, part or None)
 
 
@@ -136,7 +171,9 @@ def put_locally(x, places):
     return exchange.put_rows([x, x], None, places, 0, 512, ())
 
 
-def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
+def kernels(
+    every_tile: bool = True,
+) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
     """Yields (name, function, (shape, dtype) of each operand) of every kernel and shape.
 
     Without `every_tile` a product has the tiles of the table alone, and adds to a total for one shape.
@@ -146,28 +183,44 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         for k, n in sorted(shapes_of(op)):
             fn, operands = products(op, k, n)
             taken = {tiles.pick_tile(op, k, n, rows, "NVIDIA H200") for rows in (512, 4096, 8192)}
-            for tile in taken | set(candidates(op, n) if every_tile else ()):
+            wanted_tiles = taken
+            if every_tile:
+                wanted_tiles = taken | set(candidates(op, n))
+            for tile in wanted_tiles:
                 yield f"{op} {k}x{n} {tile}", functools.partial(fn, tile=tile), operands
             if op.startswith("matmul"):
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
             sixteen_bit = {"wgrad": ("x", "dy")}.get(op, () if op.endswith("fp8") else ("x",))
-            for gathers in sixteen_bit if k % 64 == 0 == n % 64 else ():
+            if k % 64 or n % 64:
+                sixteen_bit = ()
+            for gathers in sixteen_bit:
                 fn, operands = products(op, k, n, gathers=gathers)
-                for tile in {tiles.turn_tile(tile, k) for tile in taken} if gathers == "dy" else taken:
-                    yield f"{op} {k}x{n} {tile} gathers {gathers}", functools.partial(fn, tile=tile), operands
-            with_total = op.startswith("wgrad") and (every_tile or (k, n) == (QWEN3.d_model, 2 * QWEN3.d_ff))
-            for total in (BF16, F32) if with_total else ():
+                gather_tiles = taken
+                if gathers == "dy":
+                    gather_tiles = {tiles.turn_tile(tile, k) for tile in taken}
+                for tile in gather_tiles:
+                    product = functools.partial(fn, tile=tile)
+                    yield f"{op} {k}x{n} {tile} gathers {gathers}", product, operands
+            totals = ()
+            if op.startswith("wgrad") and (every_tile or (k, n) == (QWEN3.d_model, 2 * QWEN3.d_ff)):
+                totals = (BF16, F32)
+            for total in totals:
                 fn, operands = products(op, k, n, total=total)
                 for tile in taken:
                     numbers = f"{tiles.to_numbers(tile)} total {total.__name__}"
                     yield f"{op} {k}x{n} {numbers}", functools.partial(fn, tile=tile), operands
-    for k, hidden, tile in ((QWEN3.d_model, QWEN3.d_ff, 256), (DEEPSEEK.d_model, 1408, 256), (1536, 192, 128)):
+    for k, hidden, tile in (
+        (QWEN3.d_model, QWEN3.d_ff, 256),
+        (DEEPSEEK.d_model, 1408, 256),
+        (1536, 192, 128),
+    ):
         for gates, act in ((2, swiglu), (1, relu2)):
             weight = ((EXPERTS, k, gates, hidden), BF16)
             for sources in ([], [((ROWS,), I32)]):
-                product = functools.partial(multiply_activate, act=act, tile=TileConfig(tile, 4 if tile == 256 else 6))
+                config = TileConfig(tile, 4 if tile == 256 else 6)
+                product = functools.partial(multiply_activate, act=act, tile=config)
                 name = f"matmul_activate {k}x{gates}x{hidden} {tile} {'gathers' if sources else ''}"
                 yield name, product, [((ROWS, k), BF16), weight, sizes, *sources]
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
@@ -182,22 +235,28 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
         for wanted in ({}, {"rows": False}, {"columns": False}):
             gathered = [((512, width), BF16), ((ROWS,), I32), sizes]
-            yield f"quantize_rows {width} gathered {wanted}", functools.partial(quantize_gathered, **wanted), gathered
+            quantize_them = functools.partial(quantize_gathered, **wanted)
+            yield f"quantize_rows {width} gathered {wanted}", quantize_them, gathered
         yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
             wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
             back = functools.partial(quantize.dequantize_rows, dtype=dtype)
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             for transposed in (False, True):
-                one, name = functools.partial(quantize.quantize_weight, transposed=transposed), dtype.__name__
+                one = functools.partial(quantize.quantize_weight, transposed=transposed)
+                name = dtype.__name__
                 weight = [((EXPERTS, GPT_OSS.d_model, width), dtype)]
                 yield f"quantize_weight {width} {name}{' transposed' * transposed}", one, weight
         yield f"gather_rows {width}", with_blocks(permute.gather_rows), [x, ((ROWS,), I32), sizes]
         yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
-        h, d_a, weights = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        yield f"activate_rows {width}", with_weights(activation.activate_rows, gated=True), [h, weights, sizes]
-        yield f"activate_grad_rows {width}", with_weights(activation.activate_grad_rows), [h, d_a, weights, sizes]
+        h = ((ROWS, 2 * width), BF16)
+        d_a = x
+        weights = ((ROWS,), F32)
+        activate = with_weights(activation.activate_rows, gated=True)
+        yield f"activate_rows {width}", activate, [h, weights, sizes]
+        activate_grad = with_weights(activation.activate_grad_rows)
+        yield f"activate_grad_rows {width}", activate_grad, [h, d_a, weights, sizes]
         if width % BLOCK == 0:
             yield (
                 f"activate_quantize {width}",

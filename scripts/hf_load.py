@@ -21,32 +21,41 @@ from moax.hf.families import layout_of
 from moax.hf.files import Output, write_files
 from moax.hf.tensor_layouts import tensors_of
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 M_MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
 CONFIG = {
-    "model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 64,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "hidden_act": "silu",
+    "model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 1024,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "hidden_act": "silu",
 }  # fmt: skip
 
 
 def resident(peak: bool = False) -> int:
     """Returns the bytes of this process that are resident, or the most that have been."""
+    field = "VmHWM:" if peak else "VmRSS:"
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return next(int(line[1]) * 1024 for line in lines if line[0] == ("VmHWM:" if peak else "VmRSS:"))
+    return next(int(line[1]) * 1024 for line in lines if line[0] == field)
 
 
 def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
     """Writes random bfloat16 weights of at least `size` bytes, one tensor for each expert."""
-    config, generator = moax.hf.config_from_hf(CONFIG), np.random.default_rng(0)
+    config = moax.hf.config_from_hf(CONFIG)
+    generator = np.random.default_rng(0)
     dtype = np.dtype(jax.numpy.bfloat16)
 
     def output(shape: tuple[int, ...]) -> Output:
-        return Output(dtype, shape, lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]))
+        return Output(
+            dtype,
+            shape,
+            lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]),
+        )
 
     tensors = tensors_of(layout_of(CONFIG["model_type"]), config)
     layer = {tensor.name: output(tensor.shape) for tensor in tensors}
     layers = -(-size // sum(tensor.size for tensor in layer.values()))
-    stacked = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
+    stacked = {}
+    for i in range(layers):
+        stacked |= {f"model.layers.{i}.mlp.{name}": tensor for name, tensor in layer.items()}
     write_files(folder, stacked, shard_bytes=512 * MIB)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     return config, layers
@@ -60,14 +69,20 @@ def main(gib: float, limit: float | None, devices: int = 8) -> int:
     with tempfile.TemporaryDirectory() as name:
         config, layers = write_checkpoint(Path(name), int(gib * GIB))
         Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
-        before, start = resident(), time.perf_counter()
-        found = moax.hf.Checkpoint(name)
-        params = [moax.hf.params_from_hf(found, config, layer=i, mesh=mesh) for i in range(layers)]
-        seconds, peak = time.perf_counter() - start, resident(peak=True)
+        before = resident()
+        start = time.perf_counter()
+        checkpoint = moax.hf.Checkpoint(name)
+        params = []
+        for i in range(layers):
+            params.append(moax.hf.params_from_hf(checkpoint, config, layer=i, mesh=mesh))
+        seconds = time.perf_counter() - start
+        peak = resident(peak=True)
         on_disk = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
-        last = found[f"model.layers.{layers - 1}.mlp.experts.63.up_proj.weight"]
+        last = checkpoint[f"model.layers.{layers - 1}.mlp.experts.63.up_proj.weight"]
         same = np.array_equal(np.asarray(params[-1].wi)[63, :, 1].T, last)
-    arrays = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+    arrays = 0
+    for leaf in jax.tree.leaves(params):
+        arrays += sum(shard.data.nbytes for shard in leaf.addressable_shards)
     expert = 2 * config.d_model * config.d_ff
     print(
         f"checkpoint {on_disk / GIB:.2f} GiB, {layers} layers of {config.num_experts} experts, {expert / MIB:.1f} MiB "
@@ -79,7 +94,20 @@ def main(gib: float, limit: float | None, devices: int = 8) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint (default: %(default)s)")
-    parser.add_argument("--limit", type=float, metavar="MIB", help="exit with 1 if a peak is above this limit")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--gib",
+        type=float,
+        default=2,
+        help="size of the checkpoint (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="MIB",
+        help="exit with 1 if a peak is above this limit",
+    )
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -13,13 +13,15 @@ import torch
 import transformers
 
 SIZES = dict(
-    vocab_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=12,
-    max_position_embeddings=64, pad_token_id=0, intermediate_size=8, moe_intermediate_size=8, num_experts=8,
-    num_local_experts=8, n_routed_experts=8, moe_num_experts=8, num_experts_per_tok=3, num_experts_per_token=3,
-    moe_topk=3, moe_k=3, top_k_experts=3, n_shared_experts=2, num_shared_experts=2, moe_num_shared_experts=2,
-    shared_expert_intermediate_size=12, shared_intermediate_size=12, n_group=4, num_expert_group=4, topk_group=2,
-    first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
-    norm_topk_prob=True, swiglu_limit=1.0, routed_scaling_factor=1.75,
+    vocab_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=12, max_position_embeddings=64, pad_token_id=0,
+    intermediate_size=8, moe_intermediate_size=8, num_experts=8, num_local_experts=8,
+    n_routed_experts=8, moe_num_experts=8, num_experts_per_tok=3, num_experts_per_token=3,
+    moe_topk=3, moe_k=3, top_k_experts=3, n_shared_experts=2, num_shared_experts=2,
+    moe_num_shared_experts=2, shared_expert_intermediate_size=12, shared_intermediate_size=12,
+    n_group=4, num_expert_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=8,
+    kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, norm_topk_prob=True,
+    swiglu_limit=1.0, routed_scaling_factor=1.75,
 )  # fmt: skip
 
 
@@ -40,11 +42,12 @@ class Tiny(NamedTuple):
 
 
 FAMILIES = """
-    mixtral qwen3_moe olmoe deepseek_v3 gpt_oss qwen2_moe afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe dbrx
-    deepseek_ocr2 deepseek_v2 deepseek_v32 deepseek_v4 diffusion_gemma dots1 dots3_note ernie4_5_moe exaone_moe
-    flex_olmo flint gemma4 glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe llama4 mellum
-    mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4 nemotron_h openai_privacy_filter
+    mixtral qwen3_moe olmoe deepseek_v3 gpt_oss qwen2_moe afmoe aria axk1 axk2 bailing_hybrid beam
+    cohere2_moe dbrx deepseek_ocr2 deepseek_v2 deepseek_v32 deepseek_v4 diffusion_gemma dots1
+    dots3_note ernie4_5_moe exaone_moe flex_olmo flint gemma4 glm4_moe glm4_moe_lite glm4v_moe
+    glm5_next glm_moe_dsa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+    hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe llama4 mellum mimo_v2_flash
+    minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4 nemotron_h openai_privacy_filter
     qwen3_5_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp solar_open step3p7 unlimited_ocr
 """.split()
 TEXT_ALONE = Tiny(loads=("stacked",))
@@ -53,9 +56,11 @@ TINY = {
     "beam": Tiny(dict(mlp_layer_types=["dense", "sparse"])),
     "cohere2_moe": Tiny(dict(shared_expert_combination_strategy="sum")),
     "dbrx": Tiny(
-        dict(d_model=24, n_heads=2, n_layers=2, max_seq_len=64, attn_config=dict(kv_n_heads=2, rope_theta=1e4),
+        dict(d_model=24, n_heads=2, n_layers=2, max_seq_len=64,
+             attn_config=dict(kv_n_heads=2, rope_theta=1e4),
              rope_parameters=dict(rope_type="default", rope_theta=1e4),
-             ffn_config=dict(hidden_size=24, ffn_hidden_size=8, moe_num_experts=8, moe_top_k=3)), config="DbrxConfig",
+             ffn_config=dict(hidden_size=24, ffn_hidden_size=8, moe_num_experts=8, moe_top_k=3)),
+        config="DbrxConfig",
     ),
     "deepseek_ocr2": Tiny(
         dict(topk_method="group_limited_greedy", mlp_layer_types=["dense", "sparse"]),
@@ -82,16 +87,17 @@ TINY = {
     ),
     "qwen3_omni_moe": Tiny(model="Qwen3OmniMoeThinkerTextModel", loads=("stacked",)),
     "qwen3_vl_moe": TEXT_ALONE,
-    "step3p7": Tiny(dict(share_expert_dim=12, mlp_layer_types=["dense", "sparse"]), model="Step3p7TextModel",
-                    loads=("stacked",)),
+    "step3p7": Tiny(dict(share_expert_dim=12, mlp_layer_types=["dense", "sparse"]),
+                    model="Step3p7TextModel", loads=("stacked",)),
     "minimax_m3_vl": TEXT_ALONE,
     "openai_privacy_filter": Tiny(model="OpenAIPrivacyFilterModel"),
     "unlimited_ocr": Tiny(dict(topk_method="group_limited_greedy"), model="UnlimitedOcrTextModel"),
 }  # fmt: skip
+SPARSE = re.compile(r"^class \w*(?:Experts?|Sparse(?:Moe|MoE|MLP)\w*|MoE|Moe|Moe\w*MLP)\(", re.MULTILINE)
 SIDE = r"Vision|Audio|Encoder|Code|Projector|Attention|FFN|Thinker|Talker"
 BLOCK = (  # the names of the MoE block of layer {}
-    r"(?:layers|blocks)\.{}\.(?:mlp|block_sparse_moe|feed_forward|mixer|ffn|moe|share_expert|shared_mlp|experts|"
-    r"shared_experts|router|gate)\."
+    r"(?:layers|blocks)\.{}\.(?:mlp|block_sparse_moe|feed_forward|mixer|ffn|moe|share_expert|"
+    r"shared_mlp|experts|shared_experts|router|gate)\."
 )
 
 
@@ -102,13 +108,19 @@ def module_of(family: str, kind: str):
 
 def config_of(family: str) -> transformers.PreTrainedConfig:
     """Returns the tiny config of a family."""
-    tiny, module = TINY.get(family, Tiny()), module_of(family, "configuration")
-    found = [c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__]
-    classes = {c.__name__: c for c in found if c.__name__.endswith("Config")}
-    texts = [name for name in classes if name.endswith("TextConfig") and not re.search("Talker", name)]
+    tiny = TINY.get(family, Tiny())
+    module = module_of(family, "configuration")
+    classes = {}
+    for value in vars(module).values():
+        is_own = inspect.isclass(value) and value.__module__ == module.__name__
+        if is_own and value.__name__.endswith("Config"):
+            classes[value.__name__] = value
+    without_talker = [name for name in classes if not re.search("Talker", name)]
+    texts = [name for name in without_talker if name.endswith("TextConfig")]
     plain = [name for name in classes if not re.search(SIDE, name)]
     chosen = classes[tiny.config or (texts or plain)[0]]
-    values = {name: value for name, value in SIZES.items() if name in chosen().to_dict()} | tiny.changes
+    known = chosen().to_dict()
+    values = {name: value for name, value in SIZES.items() if name in known} | tiny.changes
     return chosen(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -142,16 +154,23 @@ class Layer(NamedTuple):
 def layer_of(model: torch.nn.Module) -> Layer:
     """Returns the last MoE layer, without the norms and scales that moax leaves to the layer around it."""
     # An MoE block has experts and a router; the layers of Gemma 4 have both themselves.
-    blocks = [
-        n for n, m in model.named_modules() if hasattr(m, "experts") and (hasattr(m, "router") or hasattr(m, "gate"))
-    ]
+    blocks = []
+    for module_name, module in model.named_modules():
+        has_router = hasattr(module, "router") or hasattr(module, "gate")
+        if hasattr(module, "experts") and has_router:
+            blocks.append(module_name)
     name = blocks[-1]
     block = model.get_submodule(name)
-    around = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    parts, own_input = {name: block}, hasattr(getattr(block, "router", None), "per_expert_scale")
+    if "." in name:
+        around = model.get_submodule(name.rpartition(".")[0])
+    else:
+        around = model
+    parts = {name: block}
+    own_input = hasattr(getattr(block, "router", None), "per_expert_scale")
     if own_input:
         parts = {f"{name}.experts": block.experts, f"{name}.router": block.router}
-        block.router.norm, block.router.scalar_root_size = torch.nn.Identity(), 1.0
+        block.router.norm = torch.nn.Identity()
+        block.router.scalar_root_size = 1.0
         block.router.scale.data.fill_(1.0)
         block.router.scale.requires_grad_(False)
 
@@ -167,7 +186,9 @@ def layer_of(model: torch.nn.Module) -> Layer:
 
         def run(x, router_x):
             y = block(x)
-            y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
+            if isinstance(y, tuple):
+                y = y[0]
+            y = y.reshape(x.shape)
             return y if beside is None else y + beside(x)
 
     named = {
@@ -181,7 +202,8 @@ def layer_of(model: torch.nn.Module) -> Layer:
 @contextlib.contextmanager
 def recorded_margins():
     """Yields a list that gets the smallest gap between the last chosen and the first rejected value of each top-k."""
-    margins, real = [], torch.topk
+    margins = []
+    real = torch.topk
 
     def topk(values, k, dim=-1, **rest):
         if k < values.shape[dim]:
@@ -191,20 +213,24 @@ def recorded_margins():
         return real(values, k, dim=dim, **rest)
 
     method = torch.Tensor.topk
-    torch.topk, torch.Tensor.topk = topk, topk
+    torch.topk = topk
+    torch.Tensor.topk = topk
     try:
         yield margins
     finally:
-        torch.topk, torch.Tensor.topk = real, method
+        torch.topk = real
+        torch.Tensor.topk = method
 
 
 def families_of_transformers() -> dict[str, list[str]]:
     """Returns the folders of transformers whose models have sparse experts, with the model types of their configs."""
-    found = {}
+    families = {}
     root = Path(transformers.__file__).parent / "models"
     for file in sorted(root.glob("*/modeling_*.py")):
         text = file.read_text(encoding="utf-8")
-        if re.search(r"^class \w*(?:Experts?|Sparse(?:Moe|MoE|MLP)\w*|MoE|Moe|Moe\w*MLP)\(", text, re.MULTILINE):
-            config = file.with_name(f"configuration_{file.parent.name}.py").read_text(encoding="utf-8")
-            found[file.parent.name] = sorted(set(re.findall(r'^    model_type = "(.+)"', config, re.MULTILINE)))
-    return found
+        if SPARSE.search(text):
+            family = file.parent.name
+            config = file.with_name(f"configuration_{family}.py").read_text(encoding="utf-8")
+            model_types = re.findall(r'^    model_type = "(.+)"', config, re.MULTILINE)
+            families[family] = sorted(set(model_types))
+    return families

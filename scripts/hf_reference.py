@@ -27,7 +27,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OTHERS = re.compile(r"experts\.[1-9]")  # the tensors of all experts but the first
-BATCH, SEQ, HIDDEN, MARGIN = 2, 16, 24, 1e-3
+BATCH = 2
+SEQ = 16
+HIDDEN = 24
+MARGIN = 1e-3
 
 
 def randomize(family: str, named: dict[str, torch.Tensor], generator: torch.Generator) -> None:
@@ -43,7 +46,8 @@ def randomize(family: str, named: dict[str, torch.Tensor], generator: torch.Gene
 def write(family: str, folder: Path) -> dict[str, Any]:
     """Writes the files of one family, and returns its config and the shapes of its tensors on disk and in memory."""
     model = model_of(family)
-    layer, generator = layer_of(model), torch.Generator().manual_seed(0)
+    layer = layer_of(model)
+    generator = torch.Generator().manual_seed(0)
     randomize(family, layer.named, generator)
     shape = (BATCH, SEQ, HIDDEN)
     margin = 0.0
@@ -65,14 +69,22 @@ def write(family: str, folder: Path) -> dict[str, Any]:
     number = next(part for part in next(iter(layer.named)).split(".") if part.isdigit())
     ours = {k: v.contiguous() for k, v in weights.items() if re.search(BLOCK.format(number), k)}
     save_file(ours, folder / "model.safetensors", metadata={"format": "pt"})
-    found = {f"grads.{n}": torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named.items()}
-    found |= {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
+    arrays = {}
+    for name, p in layer.named.items():
+        arrays[f"grads.{name}"] = torch.zeros_like(p) if p.grad is None else p.grad
+    arrays |= {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
     if layer.own_input:
-        found |= {"router_input": router_x.detach(), "d_router_input": router_x.grad}
-    save_file({k: v.contiguous() for k, v in found.items()}, folder / "expected.safetensors")
-    shapes = [{n: list(v.shape) for n, v in t.items() if not OTHERS.search(n)} for t in (ours, layer.named)]
+        arrays |= {"router_input": router_x.detach(), "d_router_input": router_x.grad}
+    save_file({k: v.contiguous() for k, v in arrays.items()}, folder / "expected.safetensors")
+    on_disk = shapes_of(ours)
+    in_memory = shapes_of(layer.named)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {"config": values, "layer": int(number), "disk": shapes[0], "memory": shapes[1]}
+    return {"config": values, "layer": int(number), "disk": on_disk, "memory": in_memory}
+
+
+def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    """Returns the shape of each tensor, those of all experts but the first left out."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items() if not OTHERS.search(name)}
 
 
 def write_mxfp4(path: Path) -> None:
@@ -85,38 +97,50 @@ def write_mxfp4(path: Path) -> None:
 
 
 def same(family: str, folder: Path) -> bool:
-    """Whether transformers loads the same layer from the files of moax as from its own files."""
+    """Returns whether transformers loads the same layer from the files of moax as from its own files."""
     kind = type(model_of(family))
 
-    def load(at: Path) -> dict[str, torch.Tensor]:
-        return layer_of(kind.from_pretrained(at)).named
+    def load(folder_of_layer: Path) -> dict[str, torch.Tensor]:
+        return layer_of(kind.from_pretrained(folder_of_layer)).named
 
     want = load(folder)
-    found = [load(folder / name) for name in TINY.get(family, Tiny()).loads]
-    return all(got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want) for got in found)
+    for name in TINY.get(family, Tiny()).loads:
+        got = load(folder / name)
+        if got.keys() != want.keys() or not all(torch.equal(got[k], want[k]) for k in want):
+            return False
+    return True
 
 
 def main(folder: Path, check: bool, families: list[str]) -> int:
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # It would warn of the missing tensors outside the MoE layer.
+    # It would warn of the missing tensors outside the MoE layer.
+    transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
     if not check:
         folder.mkdir(parents=True, exist_ok=True)
         write_mxfp4(folder / "mxfp4.safetensors")
-        print(
-            f"transformers {transformers.__version__}, torch {torch.__version__}: {len(families)} families", flush=True
-        )
-    good, tiny = True, {}
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        print(f"{versions}: {len(families)} families", flush=True)
+    good = True
+    tiny = {}
     for family in families:
         if check:
             good &= (equal := same(family, folder / family))
-            print(f"{family:22} transformers loads what moax wrote, bit for bit: {equal}", flush=True)
+            print(
+                f"{family:22} transformers loads what moax wrote, bit for bit: {equal}",
+                flush=True,
+            )
         else:
             tiny[family] = write(family, folder / family)
     if not check:
         lines = [f" {json.dumps(family)}: {json.dumps(values)}" for family, values in tiny.items()]
-        known = json.dumps({"transformers": transformers.__version__, "families": families_of_transformers()})
+        known = json.dumps(
+            {
+                "transformers": transformers.__version__,
+                "families": families_of_transformers(),
+            }
+        )
         text = known[:-1] + ',\n"tiny": {\n' + ",\n".join(lines) + "\n}}\n"
         (folder / "families.json").write_text(text, encoding="utf-8")
     return int(not good)

@@ -56,7 +56,7 @@ FAULTS = (
     Fault("a round of the loop takes the rows of the round before it again", "block/rounds.py",
           "next_start = start + max_rows", "next_start = start + max_rows // 2", (ROUNDS,)),
     Fault("the gradients of a later round replace those before it", "block/rounds.py",
-          "return dx_sum + dx.astype(dx_sum.dtype),", "return dx.astype(dx_sum.dtype),", (ROUNDS,)),
+          "dx_sum + dx.astype(dx_sum.dtype),", "dx.astype(dx_sum.dtype),", (ROUNDS,)),
     Fault("the gradients of weights of a later round replace those before it", "block/rounds.py",
           "None, w, wo, dy, dw)", "None, w, wo, dy, Weights(None, None))", (ROUNDS,)),
     Fault("sorted rows of the first round that do not fit are lost", "block/rounds.py",
@@ -132,7 +132,7 @@ FAULTS = (
           "experts = jnp.where(choice.mask[:, None], experts, num_experts)",
           "experts = jnp.where(choice.mask[:, None], experts, experts)",
           ("tests/block/test_mask.py::test_padding_is_not_there",)),
-    Fault("an expert that a token names twice has the weight of its first place alone", "block/moe.py",
+    Fault("an expert that a token names twice has the weight of its first place alone", "block/routing.py",
           "total = jnp.where(same, weights[:, None, :], 0.0).sum(-1)", "total = weights",
           ("tests/block/test_routing.py::test_twins_and_no_expert",)),
     Fault("group-limited routing chooses among all experts", "ops/router.py",
@@ -179,16 +179,26 @@ def plant(fault: Fault, folder: Path) -> None:
     path = folder / "src" / "moax" / fault.path
     text = path.read_text()
     if not fault.old or text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.path} has its text {text.count(fault.old)} times; it must have it once")
+        count = text.count(fault.old)
+        raise ValueError(f"{fault.name}: {fault.path} has its text {count} times; it must have it once")
     path.write_text(text.replace(fault.old, fault.new))
 
 
 def run_tests(source: Path, tests: tuple[str, ...], *options: str) -> tuple[int, str]:
-    """The exit code and the output of pytest on these tests, up to the first failure, with the sources of a folder."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *options, *tests]
+    """Returns the exit code and the output of pytest on these tests, up to the first failure, with the sources of a
+    folder."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q"]
+    command += ["-p", "no:cacheprovider", "--no-header", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return 1, "FAILED (did not end)"
     return done.returncode, done.stdout + done.stderr
@@ -203,34 +213,61 @@ def try_fault(fault: Fault) -> Outcome:
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
     if code not in (0, 1, 2):
         raise ValueError(f"{fault.name}: pytest ended with {code}:\n{output[-2000:]}")
-    killer = None if code == 0 else failed.group(1) if failed else "collection"
+    if code == 0:
+        killer = None
+    else:
+        killer = failed.group(1) if failed else "collection"
     return Outcome(fault, killer, time.monotonic() - start)
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as a table of Markdown."""
-    rows = [f"| {o.fault.name} | `{o.fault.path}` | {f'`{o.killer}`' if o.killer else '**none**'} |" for o in outcomes]
+    """Returns the outcomes as a table of Markdown."""
+    rows = []
+    for outcome in outcomes:
+        killer = f"`{outcome.killer}`" if outcome.killer else "**none**"
+        rows.append(f"| {outcome.fault.name} | `{outcome.fault.path}` | {killer} |")
     return "\n".join(["| fault | in | killed by |", "|---|---|---|", *rows]) + "\n"
 
 
 def main() -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of faults (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="parts of the names of faults (default: all)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=2,
+        help="faults at a time (default: %(default)s)",
+    )
     parser.add_argument("--table", type=Path, help="write the table to this file")
     args = parser.parse_args()
-    chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
+    chosen = FAULTS
+    if args.names:
+        chosen = [fault for fault in FAULTS if any(name in fault.name for name in args.names)]
 
     outcomes = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for outcome in pool.map(try_fault, chosen):
-            print(f"{outcome.killer or 'SURVIVED':70} {outcome.seconds:5.0f} s  {outcome.fault.name}", flush=True)
+            print(
+                f"{outcome.killer or 'SURVIVED':70} {outcome.seconds:5.0f} s  {outcome.fault.name}",
+                flush=True,
+            )
             outcomes.append(outcome)
     if args.table:
         args.table.write_text(table(outcomes))
     killers = tuple(dict.fromkeys(o.killer for o in outcomes if o.killer and "::" in o.killer))
-    code, output = run_tests(ROOT / "src", killers, "-n", str(args.jobs)) if killers else (0, "no test failed")
+    code = 0
+    output = "no test failed"
+    if killers:
+        code, output = run_tests(ROOT / "src", killers, "-n", str(args.jobs))
     if code != 0:
         print(f"without a fault they fail too:\n{output[-3000:]}")
         return 1

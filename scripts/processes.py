@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 # XLA compiles three times as fast at level 0 and by its older emitters; the newer ones run MLIR passes for each kernel.
 # The code is slower, and its tanh is off by 6e-8. Emulated devices share a few cores: a rendezvous may take a while.
 FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 MODEL = ["--d-model", "32", "--d-ff", "32", "--layers", "1", "--heads", "2", "--experts", "8"]
@@ -27,19 +28,32 @@ def free_port() -> int:
 
 
 def start(
-    folder: Path, command: list[str], *, processes: int = 2, devices: int | None = 4, own: tuple[list[str], ...] = ()
+    folder: Path,
+    command: list[str],
+    *,
+    processes: int = 2,
+    devices: int | None = 4,
+    own: tuple[list[str], ...] = (),
 ) -> list[subprocess.Popen]:
     """Starts a command in one or several processes; the output of process i goes to FOLDER/said.i."""
     address = f"localhost:{free_port()}"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    settings = {"XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | settings
     started = []
     for i in range(processes):
-        joined = ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(i)]
-        argv = [sys.executable, *command, *(["--cpu-devices", str(devices)] if devices else [])]
-        argv += [*(joined if processes > 1 else []), *(own[i] if own else [])]
+        argv = [sys.executable, *command]
+        if devices:
+            argv += ["--cpu-devices", str(devices)]
+        if processes > 1:
+            argv += ["--coordinator", address]
+            argv += ["--num-processes", str(processes), "--process-id", str(i)]
+        if own:
+            argv += own[i]
         with (folder / f"said.{i}").open("w") as said:
-            started.append(subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=ROOT))
+            output = dict(stdout=said, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(argv, env=environment, cwd=ROOT, **output)
+            started.append(process)
     return started
 
 
@@ -48,7 +62,11 @@ def train(*options: str) -> list[str]:
     return ["-m", "lm", "train", *options, "--engine", "shard_map", "--heartbeat-timeout", "5"]
 
 
-def finish(folder: Path, started: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str]]:
+def finish(
+    folder: Path,
+    started: list[subprocess.Popen],
+    timeout: float = 240,
+) -> list[tuple[int, str]]:
     """Waits for the processes, and kills those that do not end in time."""
     end = time.monotonic() + timeout
     for process in started:
@@ -57,7 +75,10 @@ def finish(folder: Path, started: list[subprocess.Popen], timeout: float = 240) 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    return [(process.returncode, (folder / f"said.{i}").read_text()) for i, process in enumerate(started)]
+    results = []
+    for i, process in enumerate(started):
+        results.append((process.returncode, (folder / f"said.{i}").read_text()))
+    return results
 
 
 def losses(run: Path) -> dict[int, float]:

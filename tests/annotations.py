@@ -29,7 +29,8 @@ def checked(function: Callable) -> Callable:
     if hints.get("return", Any) is Any or all(hint is Any for hint in hints.values()):
         return lambda *args, **kwargs: None
     function.__annotations__ = hints
-    check, is_init = beartype(conf=CONF)(function), function.__name__ == "__init__"
+    check = beartype(conf=CONF)(function)
+    is_init = function.__name__ == "__init__"
 
     def check_call(*args, **kwargs):
         # JAX rebuilds a pytree with any leaves, such as specs: the annotations of its fields do not bind `__init__`.

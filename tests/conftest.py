@@ -15,11 +15,17 @@ from pathlib import Path
 import processes
 
 ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin, and would take the cores from the other worker
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no test reads where in Python an operation is from
+# The threads of OpenBLAS spin, and would take the cores from the other worker.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# No test reads where in Python an operation is from.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", processes.FLAGS)
+    flags = (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        processes.FLAGS,
+    )
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 import hypothesis
@@ -93,7 +99,8 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def getkey(request):
     """`getkey()` is a new PRNG key at each call; the sequence is the test's own and the same in every run."""
-    seed, count = zlib.crc32(request.node.nodeid.encode()), iter(range(sys.maxsize))
+    seed = zlib.crc32(request.node.nodeid.encode())
+    count = iter(range(sys.maxsize))
     return lambda: jax.random.fold_in(jax.random.key(seed), next(count))
 
 

@@ -20,34 +20,48 @@ import moax
 from moax import MoEConfig, RouterConfig, ops, reference
 from support import make_params
 
-is_bearable = pytest.importorskip("beartype.door").is_bearable  # a GPU's environment need not have beartype
+# The environment of a GPU need not have beartype.
+is_bearable = pytest.importorskip("beartype.door").is_bearable
 
-PUBLIC = ("moax.ops", "moax.reference", "moax.nnx", "moax.linen", "moax.hf", "moax.inspect", "moax.estimate")
+PUBLIC = (
+    "moax.ops",
+    "moax.reference",
+    "moax.nnx",
+    "moax.linen",
+    "moax.hf",
+    "moax.inspect",
+    "moax.estimate",
+)
 WRONG = {
     "a shape": "def f(x: Float[Array, 'T H']) -> Float[Array, 'H T']: return x",
     "a rank": "def f(x: Float[Array, 'T H K']) -> Float[Array, '...']: return x",
     "a dtype": "def f(x: Int[Array, 'T H']) -> Float[Array, 'T H']: return x",
     "a type": "def f(x: Float[Array, 'T H']) -> str: return x",
 }
-X, CONFIG = jnp.ones((6, 4)), MoEConfig(num_experts=4, top_k=2, d_model=4, d_ff=8)
+X = jnp.ones((6, 4))
+CONFIG = MoEConfig(num_experts=4, top_k=2, d_model=4, d_ff=8)
 
 
 def public_functions() -> Iterator[tuple[str, Callable]]:
     """(name, function) of every public function, and of every public method of a public class."""
-    found = [("moax", name, getattr(moax, name)) for name in dir(moax)]
+    functions = [("moax", name, getattr(moax, name)) for name in dir(moax)]
     for module in PUBLIC:
-        found += [(module, *item) for item in vars(importlib.import_module(module)).items()]
-    for module, name, value in found:
+        functions += [(module, *item) for item in vars(importlib.import_module(module)).items()]
+    for module, name, value in functions:
         if name.startswith("_") or not getattr(value, "__module__", "").startswith(module):
             continue
         name = f"{module}.{name}"
         if inspect.isfunction(value):
             yield name, value
         elif inspect.isclass(value):
-            for method, of in vars(value).items():
-                of = of.fget if isinstance(of, property) else getattr(of, "__func__", of)
-                if inspect.isfunction(of) and of.__module__ == value.__module__ and not method.startswith("_"):
-                    yield f"{name}.{method}", of
+            for method, function in vars(value).items():
+                function = function.fget if isinstance(function, property) else getattr(function, "__func__", function)
+                if (
+                    inspect.isfunction(function)
+                    and function.__module__ == value.__module__
+                    and not method.startswith("_")
+                ):
+                    yield f"{name}.{method}", function
 
 
 @pytest.mark.parametrize("what", WRONG)

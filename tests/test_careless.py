@@ -19,21 +19,30 @@ from moax.checks import check_arrays
 from support import TOKENS, make_mesh, make_params, put, random, rel_error, some, spec
 
 CONFIG = MoEConfig(d_model=16, d_ff=8, num_experts=4, top_k=2)
-X, PARAMS = np.ones((6, 16), np.float32), make_params(CONFIG)
-LOGITS, IDS, ROWS = np.ones((6, 4), np.float32), np.zeros((6, 2), np.int32), np.ones((6, 8), np.float32)
-W, SIZES = np.ones((4, 8, 8), np.float32), np.array([2, 2, 1, 1], np.int32)
+X = np.ones((6, 16), np.float32)
+PARAMS = make_params(CONFIG)
+LOGITS = np.ones((6, 4), np.float32)
+IDS = np.zeros((6, 2), np.int32)
+ROWS = np.ones((6, 8), np.float32)
+W = np.ones((4, 8, 8), np.float32)
+SIZES = np.array([2, 2, 1, 1], np.int32)
 NOT_ARRAYS = (None, [[1.0]], "x", {}, 1.0, PARAMS, jax.random.key(0))
 NOT_COUNTS = (None, 0, -1, 2.0, "2", True, [2])
 
 
-def _with(call, name, values, **given):
+def _with(call, name, values, **others):
     """Returns the cases (function, arguments, name) in which one argument has each of these values."""
-    return [(call, {**given, name: value}, name) for value in values]
+    return [(call, {**others, name: value}, name) for value in values]
 
 
 def _moe(**changes):
-    given = dict(x=X, params=PARAMS, config=CONFIG) | changes
-    return moax.moe(given.pop("x"), given.pop("params"), given.pop("config"), **given)
+    arguments = dict(x=X, params=PARAMS, config=CONFIG) | changes
+    return moax.moe(
+        arguments.pop("x"),
+        arguments.pop("params"),
+        arguments.pop("config"),
+        **arguments,
+    )
 
 
 def _params(**changes):
@@ -43,11 +52,13 @@ def _params(**changes):
 MATMUL = dict(x=ROWS, w=W, group_sizes=SIZES)
 DISPATCH = dict(x=X, experts=IDS, weights=np.ones((6, 2), np.float32), num_experts=4)
 PERMUTE = dict(x=X, experts=IDS, num_groups=4)
-DENSE, LOGITS_OF = dict(x=X, w=np.ones((16, 4), np.float32)), dict(x=X, w=np.ones((16, 4), np.float32))
+DENSE = dict(x=X, w=np.ones((16, 4), np.float32))
+LOGITS_OF = dict(x=X, w=np.ones((16, 4), np.float32))
 ROUTE = dict(logits=LOGITS, config=RouterConfig(), top_k=2)
 UPDATE = dict(bias=np.zeros(4, np.float32), tokens_per_expert=SIZES)
 EMPTY = np.zeros((0, 16), np.float32)
-INTS, HALVES = np.ones((6, 16), np.int32), np.ones((6, 8), np.int8)
+INTS = np.ones((6, 16), np.int32)
+HALVES = np.ones((6, 8), np.int8)
 Q = moax.QArray(np.zeros((6, 8), np.uint8), np.ones((6, 1), np.float32), "e4m3", (1, 8))
 
 WRONG = [
@@ -138,7 +149,9 @@ def _name(case) -> str:
     return f"{call.__name__.strip('_')}-{name}-{type(arguments[name]).__name__}"
 
 
-A, B, C = np.ones((6, 8), np.float32), np.ones((8, 2, 3), np.float32), np.ones((2, 3), np.float32)
+A = np.ones((6, 8), np.float32)
+B = np.ones((8, 2, 3), np.float32)
+C = np.ones((2, 3), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +160,40 @@ A, B, C = np.ones((6, 8), np.float32), np.ones((8, 2, 3), np.float32), np.ones((
         ("x [T, H], w [H, *C], bias? [*C]", (A, B, C), {}, None),
         ("x [T, H], w [H, *C], bias? [*C]", (A, B, None), dict(T=6, C=(2, 3)), None),
         ("x [..., H], n int []", (A[0], np.int32(1)), {}, None),
-        ("x [T, H], w [H, *C]", (A[:, :4], B), {}, "x, w have shapes (6, 4), (8, 2, 3); they must be [T, H], [H, *C]"),
-        ("w [H, *C], b [*C]", (B, C[:, :2]), {}, "w, b have shapes (8, 2, 3), (2, 2); they must be [H, *C], [*C]"),
-        ("w [H, *C], b [E, *C]", (B, C), {}, "w, b have shapes (8, 2, 3), (2, 3); they must be [H, *C], [E, *C]"),
+        (
+            "x [T, H], w [H, *C]",
+            (A[:, :4], B),
+            {},
+            "x, w have shapes (6, 4), (8, 2, 3); they must be [T, H], [H, *C]",
+        ),
+        (
+            "w [H, *C], b [*C]",
+            (B, C[:, :2]),
+            {},
+            "w, b have shapes (8, 2, 3), (2, 2); they must be [H, *C], [*C]",
+        ),
+        (
+            "w [H, *C], b [E, *C]",
+            (B, C),
+            {},
+            "w, b have shapes (8, 2, 3), (2, 3); they must be [H, *C], [E, *C]",
+        ),
         ("x [T, H], y [T, K]", (A, C), dict(K=4), "y has shape (2, 3); it must be [T, K=4]"),
         ("x [T, H, *C]", (A[0],), {}, "x has shape (8,); it must be [T, H, *C]"),
         ("p.x [..., H]", (A,), dict(H=4), "p.x has shape (6, 8); it must be [..., H=4]"),
         ("x [T, H], y [T]", (A, None), {}, "y is None; it must be an array [T]"),
-        ("ids int [T, K]", (A,), {}, "ids has dtype float32; it must be an array of integers [T, K]"),
-        ("mask bool [T]", (IDS,), {}, "mask has dtype int32; it must be bool, such as segment_ids > 0"),
+        (
+            "ids int [T, K]",
+            (A,),
+            {},
+            "ids has dtype float32; it must be an array of integers [T, K]",
+        ),
+        (
+            "mask bool [T]",
+            (IDS,),
+            {},
+            "mask has dtype int32; it must be bool, such as segment_ids > 0",
+        ),
         ("x [T, H], y [T, E]", (A, C), dict(local=True, T=12, H=16), None),
         ("x [T, H]", (A,), dict(local=True, H=12), "x has shape (6, 8); it must be [T, H=12]"),
         ("x [T, H]", (EMPTY,), dict(local=True, T=12), "x has shape (0, 16); it must be [T=12, H]"),
@@ -193,8 +231,14 @@ def test_swapped_arguments():
 @pytest.mark.parametrize("way", ("none", "custom_partitioning", "shard_map", "explicit"))
 def test_no_tokens(way):
     """Breaks if an empty batch is an error, or its losses are not finite, or its gradients not zeros."""
-    config = dataclasses.replace(CONFIG, shared_d_ff=8, use_bias=True, router=RouterConfig(aux_loss=1.0, z_loss=1.0))
-    params, x = make_params(config), jnp.zeros((0, 3, 16))
+    config = dataclasses.replace(
+        CONFIG,
+        shared_d_ff=8,
+        use_bias=True,
+        router=RouterConfig(aux_loss=1.0, z_loss=1.0),
+    )
+    params = make_params(config)
+    x = jnp.zeros((0, 3, 16))
 
     def total(x, params):
         y, stats = moax.moe(x, params, config, engine=way if "_" in way else "auto")
@@ -228,7 +272,8 @@ OPS_WITHOUT_TOKENS = {
 @pytest.mark.parametrize("name", OPS_WITHOUT_TOKENS)
 def test_ops_without_tokens(name, mesh):
     """Breaks if an op divides by the number of its rows, or has no gradient without any."""
-    op, sizes = OPS_WITHOUT_TOKENS[name], 8 if mesh else 4
+    op = OPS_WITHOUT_TOKENS[name]
+    sizes = 8 if mesh else 4
 
     @jax.jit
     def both(x):
@@ -244,7 +289,8 @@ def test_ops_without_tokens(name, mesh):
 def test_integers_of_any_width(dtype):
     """Breaks if group sizes of few bits overflow, so that rows of large groups become 0, or unsigned ones fail."""
     sizes = np.array([100, 0, 120, 80], dtype)
-    x, w = jnp.asarray(random(0, 384, 8)), jnp.asarray(random(1, 4, 8, 8))
+    x = jnp.asarray(random(0, 384, 8))
+    w = jnp.asarray(random(1, 4, 8, 8))
     got = ops.grouped_matmul(x, w, sizes, align=128)
     np.testing.assert_array_equal(got, ops.grouped_matmul(x, w, sizes.astype(np.int32), align=128))
     assert np.abs(got[128:248]).min(1).max() > 0
@@ -261,7 +307,8 @@ def _losses(route, logits, config):
 @pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
 def test_second_derivatives_of_route(way):
     """Breaks if a Hessian of the router or of its losses fails, or is not that of plain JAX."""
-    config, logits = RouterConfig("sigmoid", aux_loss=0.3, z_loss=0.2), jnp.asarray(random(2, 16, 4))
+    config = RouterConfig("sigmoid", aux_loss=0.3, z_loss=0.2)
+    logits = jnp.asarray(random(2, 16, 4))
     tangent = jnp.asarray(random(3, 16, 4))
 
     def both(route, logits):
@@ -275,15 +322,16 @@ def test_second_derivatives_of_route(way):
     else:
         mesh = make_mesh("2x4", way)
         with jax.set_mesh(mesh):
-            at = spec("2x4", TOKENS)
-            logits, tangent = put(mesh, (at, at), (logits, tangent))
+            layout = spec("2x4", TOKENS)
+            logits, tangent = put(mesh, (layout, layout), (logits, tangent))
             got = jax.jit(lambda v: both(moax.route, v))(logits)
     assert max(rel_error(g, w) for g, w in zip(got, want, strict=True)) < 5e-6
 
 
 def test_second_derivatives_of_router_logits():
     """Breaks if the gradient penalty of a router fails on a mesh, or is wrong."""
-    x, w = jnp.asarray(random(4, 16, 8)), jnp.asarray(random(5, 8, 4))
+    x = jnp.asarray(random(4, 16, 8))
+    w = jnp.asarray(random(5, 8, 4))
 
     def penalty(logits_of, w):
         return jnp.sum(jax.grad(lambda x: jnp.sum(logits_of(x, w) ** 3))(x) ** 2)
@@ -351,31 +399,58 @@ def test_second_derivatives_in_a_loop_on_a_mesh():
     def loss(x):
         return jax.lax.scan(lambda x, _: (moax.moe(x, PARAMS, CONFIG)[0], None), x, None, 2)[0].sum()
 
-    with jax.set_mesh(make_mesh("2x4")), pytest.raises(moax.Unsupported, match="first derivatives and no second ones"):
+    with (
+        jax.set_mesh(make_mesh("2x4")),
+        pytest.raises(moax.Unsupported, match="first derivatives and no second ones"),
+    ):
         jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))).trace(jnp.zeros((16, 16)))
 
 
 def test_misspelt_keywords():
     """Breaks if the message names the constructor of a class that the caller has not called."""
-    with pytest.raises(TypeError, match=r"moe\(\) got an unexpected keyword argument 'recpie'; did you mean 'recipe'"):
+    with pytest.raises(
+        TypeError,
+        match=r"moe\(\) got an unexpected keyword argument 'recpie'; did you mean 'recipe'",
+    ):
         moax.moe(X, PARAMS, CONFIG, recpie="fp8_block")
-    with pytest.raises(TypeError, match=r"quantize_params\(\) .*'seed'; the fields of moax.Options are recipe, axes"):
+    with pytest.raises(
+        TypeError,
+        match=r"quantize_params\(\) .*'seed'; the fields of moax.Options are recipe, axes",
+    ):
         moax.quantize_params(PARAMS, CONFIG, seed=1)
 
 
 @pytest.mark.parametrize(
     ("construct", "hint"),
     [
-        (lambda: MoEConfig(16, dff=8, num_experts=4, top_k=2), r"MoEConfig\(\) .*'dff'; did you mean 'd_ff'\?"),
-        (lambda: RouterConfig(auxloss=0.1), r"RouterConfig\(\) .*'auxloss'; did you mean 'aux_loss'\?"),
+        (
+            lambda: MoEConfig(16, dff=8, num_experts=4, top_k=2),
+            r"MoEConfig\(\) .*'dff'; did you mean 'd_ff'\?",
+        ),
+        (
+            lambda: RouterConfig(auxloss=0.1),
+            r"RouterConfig\(\) .*'auxloss'; did you mean 'aux_loss'\?",
+        ),
         (lambda: moax.Axes(fdsp="data"), r"Axes\(\) .*'fdsp'; did you mean 'fsdp'\?"),
-        (lambda: moax.Axes(names=("ep",)), r"Axes\(\) .*'names'; the fields of moax.Axes are dp, fsdp, ep, tp"),
+        (
+            lambda: moax.Axes(names=("ep",)),
+            r"Axes\(\) .*'names'; the fields of moax.Axes are dp, fsdp, ep, tp",
+        ),
         (lambda: Options(recipie="mxfp8"), r"Options\(\) .*'recipie'; did you mean 'recipe'\?"),
-        (lambda: dataclasses.replace(CONFIG, topk=1), r"MoEConfig\(\) .*'topk'; did you mean 'top_k'\?"),
+        (
+            lambda: dataclasses.replace(CONFIG, topk=1),
+            r"MoEConfig\(\) .*'topk'; did you mean 'top_k'\?",
+        ),
         (lambda: moax.Format(blocks=32), r"Format\(\) .*'blocks'; did you mean 'block'\?"),
         (lambda: moax.Recipe(None, None, dw=None), r"Recipe\(\) .*'dw'; did you mean '(w|dy)'\?"),
-        (lambda: moax.Recipes(wy="mxfp8"), r"Recipes\(\) .*'wy'; the fields of moax.Recipes are wi, wo"),
-        (lambda: moax.LogicalAxes(T="embed"), r"LogicalAxes\(\) .*'T'; the fields of moax.LogicalAxes are E, H, F"),
+        (
+            lambda: moax.Recipes(wy="mxfp8"),
+            r"Recipes\(\) .*'wy'; the fields of moax.Recipes are wi, wo",
+        ),
+        (
+            lambda: moax.LogicalAxes(T="embed"),
+            r"LogicalAxes\(\) .*'T'; the fields of moax.LogicalAxes are E, H, F",
+        ),
     ],
 )
 def test_misspelt_fields(construct, hint):
@@ -392,16 +467,27 @@ def test_float64_is_refused():
                      lambda: ops.quantize(x), lambda: ops.dense(jnp.asarray(X), x.T),
                      lambda: _params(wo=jnp.ones((4, 8, 16), jnp.float64))):  # fmt: skip
             with pytest.raises(
-                ValueError, match=r"(x|logits|w|params\.wo) has dtype float64; moax computes in float32"
+                ValueError,
+                match=r"(x|logits|w|params\.wo) has dtype float64; moax computes in float32",
             ):
                 call()
 
 
 def test_numbers_of_numpy(unchecked):
     """Breaks if a coefficient that NumPy computed is refused, or makes a config that differs from its equal."""
-    router = RouterConfig(aux_loss=np.float32(0.5), z_loss=np.float64(0.25), scale=np.float32(2), bias=True)
+    router = RouterConfig(
+        aux_loss=np.float32(0.5),
+        z_loss=np.float64(0.25),
+        scale=np.float32(2),
+        bias=True,
+    )
     config = MoEConfig(
-        np.int64(16), np.int32(8), np.uint8(4), np.int16(2), router=router, capacity_factor=np.float32(2)
+        np.int64(16),
+        np.int32(8),
+        np.uint8(4),
+        np.int16(2),
+        router=router,
+        capacity_factor=np.float32(2),
     )
     plain = RouterConfig(aux_loss=0.5, z_loss=0.25, scale=2.0, bias=True)
     same = MoEConfig(16, 8, 4, 2, router=plain, capacity_factor=2.0)
@@ -424,7 +510,8 @@ def test_gradient_of_a_bfloat16_router(way):
     with jax.set_mesh(mesh):
         x = put(mesh, spec("8x1", TOKENS), jnp.asarray(x))
         got = jax.jit(jax.grad(lambda w: call(x, w).sum()))(jnp.ones((1, 1), jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16 and float(got[0, 0]) == 264.0  # 256 + 7 = 263, halfway up to 264
+    # The sum is 256 + 7 = 263, which rounds up to 264.
+    assert got.dtype == jnp.bfloat16 and float(got[0, 0]) == 264.0
 
 
 @pytest.mark.parametrize("order", ("topk_then_score", "score_then_topk"))

@@ -32,21 +32,30 @@ def test_of_the_block(way, mesh, exchange, recipe, buffer_factor):
     a run could not be repeated, and a difference of two runs would tell nothing."""
     step = block(way, mesh, BASE, exchange=exchange, recipe=recipe, buffer_factor=buffer_factor)
     other = jax.tree.map(lambda v: v * jnp.nan, step.args[0])
-    found = differing(
+    results = differing(
         step.placed, 3, lambda: jax.block_until_ready(dataclasses.replace(step, args=(other, *step.args[1:])).placed())
     )
-    assert not found
+    assert not results
 
 
 @pytest.mark.more
 def test_of_adapters():
     """Breaks if the products of adapters, or kept weights, are summed in an order that varies."""
-    config, mesh = dataclasses.replace(BASE, shared_d_ff=0), make_mesh("2x4")
-    params, adapters = make_params(config), lora.init(jax.random.key(0), config, 3)
+    config = dataclasses.replace(BASE, shared_d_ff=0)
+    mesh = make_mesh("2x4")
+    params = make_params(config)
+    adapters = lora.init(jax.random.key(0), config, 3)
     adapters = dataclasses.replace(adapters, wi_b=jnp.asarray(random(1, *adapters.wi_b.shape)))
 
     def loss(adapters, x, params, quantized):
-        y, _ = moax.moe(x, params, config, recipe="fp8_block", quantized=quantized, adapters=adapters)
+        y, _ = moax.moe(
+            x,
+            params,
+            config,
+            recipe="fp8_block",
+            quantized=quantized,
+            adapters=adapters,
+        )
         return jnp.sum(jnp.sin(y))
 
     with jax.set_mesh(mesh):

@@ -25,24 +25,36 @@ CONFIG = moax.MoEConfig(d_model=256, d_ff=384, num_experts=8, top_k=2, use_bias=
 T = 256
 
 
-def of_one_pass(*program, **how) -> list[inspect.Collective]:
+def of_one_pass(*program, **options) -> list[inspect.Collective]:
     """The collectives of a balanced step, which takes no pass of the loop."""
-    return [c for c in inspect.collectives(*program, **how) if not c.open_loop]
+    return [c for c in inspect.collectives(*program, **options) if not c.open_loop]
 
 
 @functools.cache
 def found(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
     """The collectives of loss and gradients, and the abstract parameters."""
-    mesh, axes = make_mesh("2x4", way), moax.Axes(fsdp_dim=fsdp_dim)
+    mesh = make_mesh("2x4", way)
+    axes = moax.Axes(fsdp_dim=fsdp_dim)
     engine = "shard_map" if way == "shard_map" else "auto"
-    place = lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+
+    def place(v, s):
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, s))
+
     shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG))
     with jax.set_mesh(mesh):
         params = jax.tree.map(place, shapes, moax.param_specs(CONFIG, axes))
         x = place(jax.ShapeDtypeStruct((T, CONFIG.d_model), jnp.bfloat16), spec("2x4", TOKENS))
 
         def loss(x, params):
-            y, stats = moax.moe(x, params, CONFIG, recipe=recipe, axes=axes, exchange=exchange, engine=engine)
+            y, stats = moax.moe(
+                x,
+                params,
+                CONFIG,
+                recipe=recipe,
+                axes=axes,
+                exchange=exchange,
+                engine=engine,
+            )
             return y.astype(jnp.float32).sum() + stats.aux_loss
 
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
@@ -118,7 +130,8 @@ def test_activations_cross_by_the_exchange_alone(way, recipe, fsdp_dim, exchange
 
 def test_quantizing_after_the_gather_is_caught():
     """Breaks if `assert_no_wide_weight_gather` lets the mistake through that this library exists to avoid."""
-    mesh, form = make_mesh("2x4", "shard_map"), RECIPES["fp8_block"].w
+    mesh = make_mesh("2x4", "shard_map")
+    form = RECIPES["fp8_block"].w
 
     def early(w):  # right: the shard's bytes cross
         q = quantize_local(w, form, form.weight_block(3, "fprop"))
@@ -129,11 +142,12 @@ def test_quantizing_after_the_gather_is_caught():
         w = lax.all_gather(w, "fsdp", axis=0, tiled=True)
         return dequantize_local(quantize_local(w, form, form.weight_block(3, "fprop"))).sum(0)
 
-    at = PartitionSpec(("ep", "fsdp"))
-    w = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, at))
+    layout = PartitionSpec(("ep", "fsdp"))
+    w = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, layout))
     with jax.set_mesh(mesh):
         programs = [
-            jax.jit(jax.shard_map(f, in_specs=at, out_specs=PartitionSpec(), check_vma=False)) for f in (early, late)
+            jax.jit(jax.shard_map(f, in_specs=layout, out_specs=PartitionSpec(), check_vma=False))
+            for f in (early, late)
         ]
         inspect.assert_no_wide_weight_gather(programs[0], w, weights=w, mesh=mesh)
         with pytest.raises(AssertionError, match="bfloat16"):
@@ -146,15 +160,15 @@ def abstract_params(config, *leading):
     mesh = make_mesh("2x4")
 
     def place(v, s):
-        at = NamedSharding(mesh, PartitionSpec(*[None] * len(leading), *s))
-        return jax.ShapeDtypeStruct((*leading, *v.shape), v.dtype, sharding=at)
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(leading), *s))
+        return jax.ShapeDtypeStruct((*leading, *v.shape), v.dtype, sharding=sharding)
 
     return jax.tree.map(place, shapes, moax.param_specs(config, mesh=mesh))
 
 
 def tokens():
-    at = NamedSharding(make_mesh("2x4"), spec("2x4", TOKENS))
-    return jax.ShapeDtypeStruct((T, CONFIG.d_model), jnp.bfloat16, sharding=at)
+    sharding = NamedSharding(make_mesh("2x4"), spec("2x4", TOKENS))
+    return jax.ShapeDtypeStruct((T, CONFIG.d_model), jnp.bfloat16, sharding=sharding)
 
 
 @pytest.mark.more
@@ -193,11 +207,11 @@ def test_scanned_layers_gather_nothing_else():
 
 def depends(jaxpr, start) -> set:
     """The variables of a flat jaxpr that depend on the variable `start`."""
-    found = {start}
+    seen = {start}
     for eqn in jaxpr.eqns:
-        if any(v in found for v in eqn.invars if not hasattr(v, "val")):
-            found.update(eqn.outvars)
-    return found
+        if any(v in seen for v in eqn.invars if not hasattr(v, "val")):
+            seen.update(eqn.outvars)
+    return seen
 
 
 def shards_with(jaxpr, collective: str) -> list:
@@ -216,18 +230,25 @@ def test_the_weight_that_is_read_first_crosses_first(recipe):
         x = jax.device_put(jnp.ones((64, CONFIG.d_model)), PartitionSpec("fsdp"))
 
         def both(x, params, dy):
-            y, pull = jax.vjp(lambda x, p: moax.moe(x, p, CONFIG, recipe=recipe, buffer_factor=None)[0], x, params)
+            y, pull = jax.vjp(
+                lambda x, p: moax.moe(x, p, CONFIG, recipe=recipe, buffer_factor=None)[0],
+                x,
+                params,
+            )
             return y, pull(dy)
 
         with jax.disable_jit():  # one flat jaxpr
             jaxpr = jax.make_jaxpr(both)(x, params, x).jaxpr
-    of_x, of_dy = depends(jaxpr, jaxpr.invars[0]), depends(jaxpr, jaxpr.invars[-1])
+    of_x = depends(jaxpr, jaxpr.invars[0])
+    of_dy = depends(jaxpr, jaxpr.invars[-1])
     gathers = [op for op in shards_with(jaxpr, "all_gather") if op.outvars[0].aval.ndim >= 3]
     waits = [(op.outvars[0] in of_x, op.outvars[0] in of_dy) for op in gathers]
     wi, wo = (False, False), (True, False)  # of forward
-    assert waits[:2] == [wi, wo] and [of_gradient for _, of_gradient in waits[2:]] == [True, False]  # wi, wo
+    # The first two gathers are those of wi and wo.
+    assert waits[:2] == [wi, wo] and [of_gradient for _, of_gradient in waits[2:]] == [True, False]
     scatters = shards_with(jaxpr, "reduce_scatter")
-    assert len(scatters) == 2 and all(op.params["jaxpr"].eqns[-1].primitive.name == "mul" for op in scatters)
+    assert len(scatters) == 2
+    assert all(op.params["jaxpr"].eqns[-1].primitive.name == "mul" for op in scatters)
 
 
 def test_a_dense_weight_does_not_wait_for_dy():
@@ -250,7 +271,8 @@ def test_a_dense_weight_does_not_wait_for_dy():
         *(depends(jaxpr, w) for op in jaxpr.eqns for w in op.outvars if "barrier" in op.primitive.name)
     )
     gathers = [op.outvars[0] for op in shards_with(jaxpr, "all_gather")]
-    assert [(gathered in of_data, gathered in of_barrier) for gathered in gathers] == [(False, False), (False, True)]
+    expected = [(False, False), (False, True)]
+    assert [(gathered in of_data, gathered in of_barrier) for gathered in gathers] == expected
 
 
 def test_options_of_the_compiler():

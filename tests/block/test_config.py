@@ -35,13 +35,23 @@ def refused(build, name, value, remedy, **others):
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_counts(name, value):
     """Breaks if a size that no array can have fails later, inside a kernel or a reshape."""
-    refused(MoEConfig, name, value, "an int of at least 1", **{k: v for k, v in SIZES.items() if k != name})
+    refused(
+        MoEConfig,
+        name,
+        value,
+        "an int of at least 1",
+        **{k: v for k, v in SIZES.items() if k != name},
+    )
 
 
 @pytest.mark.parametrize(
     "name, value, remedy",
     [
-        ("activation", "swishy", "'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'"),
+        (
+            "activation",
+            "swishy",
+            "'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'",
+        ),
         ("activation", None, "one of"),
         ("weights_at", "early", "'output', 'hidden', 'input'"),
         *[(name, value, "True or False") for name in ("use_bias", "shared_gate") for value in NOT_FLAGS],
@@ -82,7 +92,10 @@ def test_options_of_the_router(name, value, remedy):
     [
         (dict(weights_at="input", use_bias=True), "weights_at='input' needs use_bias=False"),
         (dict(shared_gate=True), "shared_gate=True needs a shared expert; set shared_d_ff"),
-        (dict(activation="relu2", activation_limit=7.0), "activation_limit=7.0 needs an activation with a gate"),
+        (
+            dict(activation="relu2", activation_limit=7.0),
+            "activation_limit=7.0 needs an activation with a gate",
+        ),
     ],
 )
 def test_options_that_need_each_other(fields, said):
@@ -95,9 +108,21 @@ def test_options_that_need_each_other(fields, said):
     [
         (9, {}, "top_k=9 must be at most num_experts=8"),
         (2, dict(num_groups=3), "num_groups=3 must divide num_experts=8"),
-        (3, dict(num_groups=4, top_groups=1), "top_k=3 must be at most the 2 experts of top_groups=1 groups"),
-        (3, dict(num_groups=4, top_groups=2, group_score="sum_topk"), "needs top_k=3 divisible by top_groups=2"),
-        (1, dict(order="topk_then_score"), "top_k=1 with order='topk_then_score' and score='softmax'"),
+        (
+            3,
+            dict(num_groups=4, top_groups=1),
+            "top_k=3 must be at most the 2 experts of top_groups=1 groups",
+        ),
+        (
+            3,
+            dict(num_groups=4, top_groups=2, group_score="sum_topk"),
+            "needs top_k=3 divisible by top_groups=2",
+        ),
+        (
+            1,
+            dict(order="topk_then_score"),
+            "top_k=1 with order='topk_then_score' and score='softmax'",
+        ),
     ],
 )
 def test_routers_that_cannot_choose(top_k, router, said):
@@ -109,8 +134,14 @@ def test_routers_that_cannot_choose(top_k, router, said):
 def test_top_1_that_can_learn():
     """Breaks if a top-1 router is refused whose weight depends on the logits, or that has one expert to choose."""
     MoEConfig(**{**SIZES, "top_k": 1})
-    MoEConfig(**{**SIZES, "top_k": 1}, router=RouterConfig(score="sigmoid", order="topk_then_score"))
-    MoEConfig(**{**SIZES, "top_k": 1, "num_experts": 1}, router=RouterConfig(order="topk_then_score"))
+    MoEConfig(
+        **{**SIZES, "top_k": 1},
+        router=RouterConfig(score="sigmoid", order="topk_then_score"),
+    )
+    MoEConfig(
+        **{**SIZES, "top_k": 1, "num_experts": 1},
+        router=RouterConfig(order="topk_then_score"),
+    )
 
 
 def test_more_groups_chosen_than_there_are():
@@ -118,7 +149,10 @@ def test_more_groups_chosen_than_there_are():
     assert message(RouterConfig, num_groups=2, top_groups=3).endswith("top_groups=3 must be at most num_groups=2")
 
 
-@pytest.mark.parametrize("num_experts, top_k, name", [(0, 1, "num_experts=0"), (4, 0, "top_k=0"), (4, True, "top_k")])
+@pytest.mark.parametrize(
+    "num_experts, top_k, name",
+    [(0, 1, "num_experts=0"), (4, 0, "top_k=0"), (4, True, "top_k")],
+)
 def test_a_router_used_alone_is_checked_too(num_experts, top_k, name):
     """Breaks if `moax.route`, which has no MoEConfig, takes sizes that MoEConfig would refuse."""
     with pytest.raises(ValueError, match=f"route: {name}.* must be an int of at least 1"):
@@ -128,7 +162,10 @@ def test_a_router_used_alone_is_checked_too(num_experts, top_k, name):
 def test_only_sum_topk_asks_for_divisible_groups():
     """Breaks if the condition of one group score falls on the others, or on a router without groups."""
     for score in ("top2", "max"):
-        MoEConfig(**{**SIZES, "top_k": 3}, router=RouterConfig(num_groups=4, top_groups=2, group_score=score))
+        MoEConfig(
+            **{**SIZES, "top_k": 3},
+            router=RouterConfig(num_groups=4, top_groups=2, group_score=score),
+        )
     MoEConfig(**{**SIZES, "top_k": 3}, router=RouterConfig(group_score="sum_topk"))
 
 
@@ -150,7 +187,13 @@ def test_frozen_and_hashable():
 sizes = st.integers(min_value=1, max_value=64)
 
 
-@given(num_experts=sizes, top_k=sizes, num_groups=sizes, top_groups=sizes, score=st.sampled_from(["max", "sum_topk"]))
+@given(
+    num_experts=sizes,
+    top_k=sizes,
+    num_groups=sizes,
+    top_groups=sizes,
+    score=st.sampled_from(["max", "sum_topk"]),
+)
 def test_accepts_what_can_work_and_nothing_else(num_experts, top_k, num_groups, top_groups, score):
     """Breaks if a check is off by one: a config is built exactly when its router has K eligible experts to choose."""
     per_group = num_experts // num_groups

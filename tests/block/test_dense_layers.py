@@ -46,7 +46,14 @@ def taken_apart(layer):
 def make(library, **options):
     """kernel and bias as flax holds them, and apply(kernel, bias, x) of the layer."""
     if library == "nnx":
-        values, apply, state = taken_apart(moax.nnx.Dense(WIDTH, COLUMNS, rngs=nnx.Rngs(5), **options))
+        values, apply, state = taken_apart(
+            moax.nnx.Dense(
+                WIDTH,
+                COLUMNS,
+                rngs=nnx.Rngs(5),
+                **options,
+            )
+        )
         return values, apply, {name: state[name] for name in state}
     layer = moax.linen.Dense(COLUMNS, **options)
     boxed = jax.jit(layer.init)(KEY, X)["params"]
@@ -63,15 +70,24 @@ def flax_of(library, **options):
 
 def loss(apply, values, x):
     y = apply(values, x)
-    return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape))), y
+    return jnp.sum(
+        y.astype(jnp.float32) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape)),
+    ), y
 
 
 @pytest.mark.parametrize(
     "options",
-    some([dict(bias_init=BIAS), dict(use_bias=False, kernel_init=BIAS), dict(dtype=jnp.bfloat16, bias_init=BIAS),
-          dict(param_dtype=jnp.bfloat16)], 2),
+    some(
+        [
+            dict(bias_init=BIAS),
+            dict(use_bias=False, kernel_init=BIAS),
+            dict(dtype=jnp.bfloat16, bias_init=BIAS),
+            dict(param_dtype=jnp.bfloat16),
+        ],
+        2,
+    ),
     ids=lambda o: "-".join(o),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_without_a_recipe_it_is_flax(library, options):
     """Breaks if a user who swaps the layer gets another tree, other values of the same key, another dtype, another
@@ -80,8 +96,12 @@ def test_without_a_recipe_it_is_flax(library, options):
     want, apply_flax = flax_of(library, **options)
     assert jax.tree.structure(values) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, values, want)
-    run = lambda apply: jax.jit(jax.value_and_grad(lambda v, x: loss(apply, v, x), (0, 1), has_aux=True))  # noqa: E731
-    ((_, y), grads), ((_, y_flax), grads_flax) = run(apply)(values, X), run(apply_flax)(want, X)
+
+    def run(apply):
+        return jax.jit(jax.value_and_grad(lambda v, x: loss(apply, v, x), (0, 1), has_aux=True))
+
+    (_, y), grads = run(apply)(values, X)
+    (_, y_flax), grads_flax = run(apply_flax)(want, X)
     assert y.dtype == y_flax.dtype
     narrow = jnp.bfloat16 in options.values()
     tolerance = 2e-2 if narrow else 2e-6  # flax sums the gradient of its bias in bfloat16
@@ -112,9 +132,9 @@ def test_on_mesh(library, way):
     # Each device has 4 rows, which are a block of rows of their own in the gradient of the kernel.
     assert rel_error(grads["kernel"], want_grads["kernel"]) < (5e-6 if way == "none" else 0.05)
     if way != "none":
-        at = NamedSharding(make_mesh("2x4", way), P(("fsdp", "ep")))
-        assert values["kernel"].sharding.is_equivalent_to(at, 2)
-        assert grads["kernel"].sharding.is_equivalent_to(at, 2)
+        sharding = NamedSharding(make_mesh("2x4", way), P(("fsdp", "ep")))
+        assert values["kernel"].sharding.is_equivalent_to(sharding, 2)
+        assert grads["kernel"].sharding.is_equivalent_to(sharding, 2)
         labels = linen.get_partition_spec(boxed) if library == "linen" else None
         said = labels["kernel"] if labels else boxed["kernel"].get_metadata("out_sharding")
         assert tuple(said)[0] == ("fsdp", "ep")
@@ -124,7 +144,8 @@ def test_on_mesh(library, way):
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_logical_names(library, way):
     """Breaks if the rules of flax do not decide the layout, tp is gathered, or a name without a rule passes."""
-    values, apply, boxed = make(library, logical_axes=NAMES)  # without a mesh, the names are all there is
+    # Without a mesh, the names are all there is.
+    values, apply, boxed = make(library, logical_axes=NAMES)
     if library == "nnx":
         assert boxed["kernel"].get_metadata("out_sharding") == NAMES
         assert boxed["bias"].get_metadata("out_sharding") == NAMES[1:]
@@ -140,7 +161,11 @@ def test_logical_names(library, way):
     np.testing.assert_array_equal(split["kernel"], values["kernel"])
     want = X.astype(np.float64) @ np.asarray(values["kernel"], np.float64) + np.asarray(split["bias"])
     assert rel_error(y, want) < 5e-6
-    with mesh_for(way), linen.logical_axis_rules(RULES[:1]), pytest.raises(ValueError, match="'mlp' of kernel has no"):
+    with (
+        mesh_for(way),
+        linen.logical_axis_rules(RULES[:1]),
+        pytest.raises(ValueError, match="'mlp' of kernel has no"),
+    ):
         make(library, logical_axes=NAMES)
 
 

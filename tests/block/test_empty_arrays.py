@@ -55,7 +55,8 @@ def test_block(monkeypatch, kernels, fields, options):
         pretend(monkeypatch)
         dtype = jnp.bfloat16
     mesh = make_mesh("2x4", "explicit")
-    params, x = make_params(config), random(1, 256, config.d_model).astype(dtype)
+    params = make_params(config)
+    x = random(1, 256, config.d_model).astype(dtype)
     with jax.set_mesh(mesh):
         params = put(mesh, moax.param_specs(config), params)
         x = put(mesh, spec("2x4", TOKENS), x)
@@ -84,20 +85,29 @@ def test_ops(monkeypatch, kernels, recipe):
 
     def products(x, w):
         y = moax.ops.grouped_matmul(x, w, sizes, recipe=recipe, kernels=kernels)
-        return jnp.sum((y + moax.ops.dense(x, w[0], recipe=recipe, kernels=kernels)).astype(jnp.float32) ** 2)
+        return jnp.sum(
+            (y + moax.ops.dense(x, w[0], recipe=recipe, kernels=kernels)).astype(jnp.float32) ** 2,
+        )
 
     def rows(x):
         sorted_rows, plan = moax.ops.permute(x, experts, 4, kernels=kernels)
         return jnp.sum(moax.ops.unpermute(sorted_rows, plan, weights, kernels=kernels).astype(jnp.float32) ** 2)
 
-    for jaxpr in (jax.make_jaxpr(jax.grad(products, (0, 1)))(x, w), jax.make_jaxpr(jax.grad(rows))(x)):
+    for jaxpr in (
+        jax.make_jaxpr(jax.grad(products, (0, 1)))(x, w),
+        jax.make_jaxpr(jax.grad(rows))(x),
+    ):
         assert not list(empty_arrays(jaxpr.jaxpr))
 
 
 POLICIES = [
-    "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable", "checkpoint_dots",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
-]  # fmt: skip
+]
 
 
 def test_all_policies_are_named():
@@ -122,7 +132,8 @@ def test_policies(way, recipe, policy):
     """Breaks if a policy saves what crashes the compiler, or what makes other gradients."""
     mesh = make_mesh("2x4", way)
     engine = "shard_map" if way == "shard_map" else "auto"
-    params, x = make_params(CONFIG), random(1, T, CONFIG.d_model)
+    params = make_params(CONFIG)
+    x = random(1, T, CONFIG.d_model)
 
     def block(x, params):
         return moax.moe(x, params, CONFIG, recipe=recipe, engine=engine)[0]

@@ -40,7 +40,14 @@ def error(got, want):
 
 
 @pytest.mark.parametrize(
-    "gather", [(("fsdp",), ()), ((), ("ep",)), (("fsdp", "ep"), ()), (("ep", "fsdp"), ()), (("ep",), ("fsdp",))]
+    "gather",
+    [
+        (("fsdp",), ()),
+        ((), ("ep",)),
+        (("fsdp", "ep"), ()),
+        (("ep", "fsdp"), ()),
+        (("ep",), ("fsdp",)),
+    ],
 )
 def test_the_sum_of_pieces(gather):
     """Breaks if a device sums the pieces of another shard, or if a term is rounded other than once, to bfloat16."""
@@ -52,8 +59,14 @@ def test_the_sum_of_pieces(gather):
         shard = scatter_gradient(terms[0, 0], gather, PIECES)
         return lax.psum(shard, others) if others else shard
 
-    at = P(*(names or None for names in gather))
-    mapped = jax.shard_map(scatter, mesh=mesh, in_specs=P("fsdp", "ep"), out_specs=at, check_vma=False)
+    layout = P(*(names or None for names in gather))
+    mapped = jax.shard_map(
+        scatter,
+        mesh=mesh,
+        in_specs=P("fsdp", "ep"),
+        out_specs=layout,
+        check_vma=False,
+    )
     got = jax.jit(mapped)(terms)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, bf16(terms).sum((0, 1)), rtol=1e-6, atol=1e-6)
@@ -70,33 +83,52 @@ def test_pieces_in_place_of_a_reduce_scatter(gather, dtype):
         either = [scatter_gradient(terms[0, 0], gather, in_pieces=in_pieces) for in_pieces in (True, False)]
         return [shard[None, None] for shard in either]
 
-    at = P("fsdp", "ep")
-    mapped = jax.shard_map(scatter, mesh=make_mesh("2x4"), in_specs=at, out_specs=at, check_vma=False)
+    layout = P("fsdp", "ep")
+    mapped = jax.shard_map(
+        scatter,
+        mesh=make_mesh("2x4"),
+        in_specs=layout,
+        out_specs=layout,
+        check_vma=False,
+    )
     got, want = jax.jit(mapped)(terms)
     assert got.dtype == want.dtype == terms.dtype
     few = 1e-6 if dtype == "float32" else 2.0**-6  # the reduce-scatter of each dim rounds its sums
-    np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (got, want)), rtol=few, atol=few)
+    np.testing.assert_allclose(
+        *(np.asarray(v, np.float32) for v in (got, want)),
+        rtol=few,
+        atol=few,
+    )
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 def test_no_reduce_scatter_through_gloo(exchange, monkeypatch):
     """Breaks if processes on CPUs sum by gloo's reduce-scatter, which returns wrong values at times."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    config = moax.MoEConfig(32, 40, 8, 2, shared_d_ff=24)  # sizes of no other test, so that no trace is cached
+    # No other test has these sizes, so that no trace is cached.
+    config = moax.MoEConfig(32, 40, 8, 2, shared_d_ff=24)
 
     def loss(params, x):
         return moax.moe(x, params, config, exchange=exchange, engine="shard_map")[0].sum()
 
     with jax.set_mesh(make_mesh("2x4")):
         params = jax.eval_shape(lambda key: moax.init(key, config), jax.random.key(0))
-        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jax.ShapeDtypeStruct((64, 32), jnp.bfloat16))
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(
+            params,
+            jax.ShapeDtypeStruct((64, 32), jnp.bfloat16),
+        )
     assert "all_to_all" in str(jaxpr) and "reduce_scatter" not in str(jaxpr)
 
 
 def block_step(reduce, mesh: str, way: str, fsdp_dim: str = "auto", params_in=jnp.float32):
     """(the jitted gradients of wi and wo, its arguments) of a block in bfloat16, and its mesh."""
-    on, axes = make_mesh(mesh, way), Axes(fsdp_dim=fsdp_dim)
-    options = dict(axes=axes, engine=way if way == "shard_map" else "auto", grad_reduce_dtype=reduce)
+    on = make_mesh(mesh, way)
+    axes = Axes(fsdp_dim=fsdp_dim)
+    options = dict(
+        axes=axes,
+        engine=way if way == "shard_map" else "auto",
+        grad_reduce_dtype=reduce,
+    )
     params = jax.tree.map(lambda v: jnp.asarray(v, params_in), make_params(CONFIG))
     with jax.set_mesh(on):
         where = moax.param_specs(CONFIG, axes)
@@ -106,7 +138,14 @@ def block_step(reduce, mesh: str, way: str, fsdp_dim: str = "auto", params_in=jn
     def loss(params, x):
         return jnp.sum(moax.moe(x, params, CONFIG, **options)[0].astype(jnp.float32) ** 2)
 
-    return jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda v: v.sharding, params)), (params, x), on
+    return (
+        jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda v: v.sharding, params)),
+        (
+            params,
+            x,
+        ),
+        on,
+    )
 
 
 @functools.cache
@@ -135,10 +174,13 @@ def test_the_error_of_each_choice(mesh, way, fsdp_dim):
 def test_float32_is_the_sum_of_what_devices_compute():
     """Breaks if a float32 sum is not that of one device, which has no sum: tokens of 8 devices, one product."""
     one = gradients("float32", "8x1", "custom_partitioning", "auto")
-    params, x = make_params(CONFIG), random(1, 512, CONFIG.d_model).astype(jnp.bfloat16)
+    params = make_params(CONFIG)
+    x = random(1, 512, CONFIG.d_model).astype(jnp.bfloat16)
 
     def loss(p):
-        return jnp.sum(moax.moe(x, p, CONFIG, grad_reduce_dtype="float32")[0].astype(jnp.float32) ** 2)
+        return jnp.sum(
+            moax.moe(x, p, CONFIG, grad_reduce_dtype="float32")[0].astype(jnp.float32) ** 2,
+        )
 
     for name, got in one.items():
         assert error(got, np.asarray(getattr(jax.jit(jax.grad(loss))(params), name), np.float64)) < 1e-5, name
@@ -149,17 +191,23 @@ def test_bfloat16_parameters(reduce):
     """Breaks if a gradient does not have the dtype of its parameter, whatever it was summed in."""
     step, args, on = block_step(reduce, "8x1", "custom_partitioning", params_in=jnp.bfloat16)
     with jax.set_mesh(on):
-        assert {v.dtype for v in jax.tree.leaves(jax.eval_shape(step, *args))} == {jnp.dtype(jnp.bfloat16)}
+        expected = {jnp.dtype(jnp.bfloat16)}
+        assert {v.dtype for v in jax.tree.leaves(jax.eval_shape(step, *args))} == expected
 
 
 @pytest.mark.more
 def test_rounds_sum_in_float32():
     """Breaks if the gradients of a step in several passes are added in bfloat16."""
-    params, x = make_params(CONFIG), random(1, 256, CONFIG.d_model).astype(jnp.bfloat16)
+    params = make_params(CONFIG)
+    x = random(1, 256, CONFIG.d_model).astype(jnp.bfloat16)
     dy = cotangent(x.shape)
 
     def of(factor, reduce):
-        options = moax.Options(buffer_factor=factor, grad_reduce_dtype=reduce, exchange="all_to_all")
+        options = moax.Options(
+            buffer_factor=factor,
+            grad_reduce_dtype=reduce,
+            exchange="all_to_all",
+        )
 
         def loss(p):
             return jnp.vdot(moax.moe(x, p, CONFIG, options)[0].astype(jnp.float32), dy)
@@ -171,40 +219,55 @@ def test_rounds_sum_in_float32():
     assert error(of(0.2, None), of(None, "float32")) > 1e-3
 
 
-SENT = {None: ("reduce-scatter", "bfloat16", 2), "float32": ("reduce-scatter", "float32", 4),
-        "bfloat16": ("reduce-scatter", "bfloat16", 2), PIECES: ("all-to-all", "uint16", 2)}  # fmt: skip
+SENT = {
+    None: ("reduce-scatter", "bfloat16", 2),
+    "float32": ("reduce-scatter", "float32", 4),
+    "bfloat16": ("reduce-scatter", "bfloat16", 2),
+    PIECES: ("all-to-all", "uint16", 2),
+}
 
 
 @pytest.mark.parametrize("reduce", some((PIECES, "float32", None, "bfloat16"), 1))
 def test_bytes_on_the_wire(reduce):
     """Breaks if a sum sends another dtype than it says, or `moax.inspect` does not count it."""
-    mesh, config = make_mesh("dp2x2x2"), moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
-    found = inspect.inspect_block(config, tokens=64, mesh=mesh, recipe="fp8_block", grad_reduce_dtype=reduce)
+    mesh = make_mesh("dp2x2x2")
+    config = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
+    traffic = inspect.inspect_block(
+        config,
+        tokens=64,
+        mesh=mesh,
+        recipe="fp8_block",
+        grad_reduce_dtype=reduce,
+    )
     kind, dtype, item = SENT[reduce]
-    scattered = inspect.weight_scatters(found)
+    scattered = inspect.weight_scatters(traffic)
     assert {(c.kind, c.dtype) for c in scattered} == {(kind, dtype)}
     of_device = 4 * 3 * 64 * 128  # elements of the 4 experts of a rank
     assert inspect.total_bytes(scattered) == of_device // 2 * item
     weights = (".wi", ".wo")
-    over_dp = [c for c in found if c.kind == "all-reduce" and any(v.name.endswith(weights) for v in c.reaches)]
+    over_dp = [c for c in traffic if c.kind == "all-reduce" and any(v.name.endswith(weights) for v in c.reaches)]
     wide = dtype if kind == "reduce-scatter" else "float32"
     assert {(c.kind, c.dtype, c.axes) for c in over_dp} == {("all-reduce", wide, ("dp",))}
     assert inspect.total_bytes(over_dp) == of_device // 2 * jnp.dtype(wide).itemsize
     options = dict(kernels="xla", grad_reduce_dtype=reduce)
-    made = estimate.estimate(config, {"dp": 2, "fsdp": 2, "ep": 2}, 8, **options)
-    foretold = [t for t in made.transfers["scatter_gradient"] if math.prod(t.shape) > 1000]
+    estimated = estimate.estimate(config, {"dp": 2, "fsdp": 2, "ep": 2}, 8, **options)
+    foretold = [t for t in estimated.transfers["scatter_gradient"] if math.prod(t.shape) > 1000]
     moved = lambda listed: sorted((c.kind, c.dtype, c.axes, c.bytes) for c in listed)  # noqa: E731
     assert moved(foretold) == moved([*scattered, *over_dp])
-    assert not [c for c in found if c.kind == "all-reduce" and "fsdp" in c.axes and c.size >= 64 * 128]
-    assert {c.dtype for c in inspect.weight_gathers(found) if c.size >= 64 * 128} == {"uint8"}
+    assert not [c for c in traffic if c.kind == "all-reduce" and "fsdp" in c.axes and c.size >= 64 * 128]
+    assert {c.dtype for c in inspect.weight_gathers(traffic) if c.size >= 64 * 128} == {"uint8"}
 
 
 @pytest.mark.parametrize("reduce", some((PIECES, "float32"), 1))
 def test_ops(reduce):
     """Breaks if the dense layer or the grouped matmul sums otherwise than the block."""
     mesh = make_mesh("8x1")
-    x, w = random(2, 64, 32).astype(jnp.bfloat16), random(3, 32, 48)
-    for op in (ops.dense, lambda x, w, **how: ops.grouped_matmul(x, w[None], jnp.full(8, 8), **how)):
+    x = random(2, 64, 32).astype(jnp.bfloat16)
+    w = random(3, 32, 48)
+    for op in (
+        ops.dense,
+        lambda x, w, **how: ops.grouped_matmul(x, w[None], jnp.full(8, 8), **how),
+    ):
         with jax.set_mesh(mesh):
             args = put(mesh, (P("fsdp"), P("fsdp")), (x, w))
 
@@ -225,23 +288,35 @@ def test_wrong_names(wrong):
         lambda: moax.Options(grad_reduce_dtype=wrong),
         lambda: ops.dense(jnp.ones((2, 4)), jnp.ones((4, 2)), grad_reduce_dtype=wrong),
     ):
-        with pytest.raises(ValueError, match="grad_reduce_dtype=.* must be one of 'float32', 'bfloat16', 'bfloat16_s"):
+        with pytest.raises(
+            ValueError,
+            match="grad_reduce_dtype=.* must be one of 'float32', 'bfloat16', 'bfloat16_s",
+        ):
             call()
 
 
 def test_a_trainer_asks_for_it():
     """Breaks if `python -m lm train` loses an option on its way to the block, or a run does not resume with it."""
-    given = command.parser().parse_args(["train", "--grad-reduce-dtype", PIECES, "--recipe", "wo=none,wi=fp8_block"])
-    config = command.train_config(given)
+    arguments = command.parser().parse_args(
+        [
+            "train",
+            "--grad-reduce-dtype",
+            PIECES,
+            "--recipe",
+            "wo=none,wi=fp8_block",
+        ]
+    )
+    config = command.train_config(arguments)
     config = type(config).from_json(config.to_json())
     options = config.options
-    assert options.grad_reduce_dtype == PIECES and get_recipes(options.recipe) == moax.Recipes(wi="fp8_block")
+    assert options.grad_reduce_dtype == PIECES
+    assert get_recipes(options.recipe) == moax.Recipes(wi="fp8_block")
     with pytest.raises(ValueError, match="grad_reduce_dtype='fp32' must be one of"):
         dataclasses.replace(config, grad_reduce_dtype="fp32")
 
 
 def test_dtypes_are_names():
     """Breaks if jnp.float32 and "float32" are different options, which would compile twice."""
-    for given in (jnp.float32, np.float32, np.dtype("float32"), "float32"):
-        assert moax.Options(grad_reduce_dtype=given) == moax.Options(grad_reduce_dtype="float32")
+    for dtype in (jnp.float32, np.float32, np.dtype("float32"), "float32"):
+        assert moax.Options(grad_reduce_dtype=dtype) == moax.Options(grad_reduce_dtype="float32")
     assert moax.Options(grad_reduce_dtype=jnp.bfloat16).grad_reduce_dtype == "bfloat16"

@@ -30,7 +30,12 @@ CONFIG = moax.MoEConfig(
     router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True),
 )
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
-ON = [("2x4", "custom_partitioning"), ("2x4", "explicit"), ("tp2x2x2", "custom_partitioning"), ("dp2x2x2", "explicit")]
+ON = [
+    ("2x4", "custom_partitioning"),
+    ("2x4", "explicit"),
+    ("tp2x2x2", "custom_partitioning"),
+    ("dp2x2x2", "explicit"),
+]
 DIMS = ["experts", "model", "experts", "model"]
 
 
@@ -41,20 +46,25 @@ def alone(**options):
 
 
 @pytest.mark.parametrize(
-    "fsdp_dim, on", some([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)][1:] + [("experts", ON[0])], 1)
+    "fsdp_dim, on",
+    some([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)][1:] + [("experts", ON[0])], 1),
 )
 def test_the_same_on_every_mesh(on, fsdp_dim):
     """Breaks if a run depends on its mesh from the first step on, or a device holds more than its shards."""
-    mesh, axes = make_mesh(*on), moax.Axes(fsdp_dim=fsdp_dim)
+    mesh = make_mesh(*on)
+    axes = moax.Axes(fsdp_dim=fsdp_dim)
     with jax.set_mesh(mesh):
-        params, specs = moax.init(jax.random.key(3), CONFIG, axes=axes), moax.param_specs(CONFIG, axes)
+        params = moax.init(jax.random.key(3), CONFIG, axes=axes)
+        specs = moax.param_specs(CONFIG, axes)
     roles = axes.resolve(mesh)
     for name in NAMES:
-        got, want, of = getattr(params, name), getattr(alone(), name), getattr(specs, name)
+        got = getattr(params, name)
+        want = getattr(alone(), name)
+        own_spec = getattr(specs, name)
         np.testing.assert_array_equal(got, want, err_msg=name)
-        assert got.sharding.is_equivalent_to(NamedSharding(mesh, of), got.ndim), name
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, own_spec), got.ndim), name
         shards = got.addressable_shards
-        assert len(shards) == 8 and {s.data.shape for s in shards} == {local_shape(want.shape, of, roles)}, name
+        assert len(shards) == 8 and {s.data.shape for s in shards} == {local_shape(want.shape, own_spec, roles)}, name
 
 
 @pytest.mark.parametrize("way", some(["custom_partitioning", "explicit"], 1))
@@ -70,15 +80,18 @@ def test_no_device_makes_the_whole(way):
 @pytest.mark.parametrize("way", some(["explicit", "custom_partitioning"], 1))
 def test_a_stack_of_layers(way):
     """Breaks if vmap over keys, by which layers for a scan are made, forgets how a layer's shards lie."""
-    mesh, keys = make_mesh("2x4", way), jax.random.split(jax.random.key(3), 3)
+    mesh = make_mesh("2x4", way)
+    keys = jax.random.split(jax.random.key(3), 3)
     with jax.set_mesh(mesh):
-        stack, specs = jax.vmap(lambda key: moax.init(key, CONFIG))(keys), moax.param_specs(CONFIG)
+        stack = jax.vmap(lambda key: moax.init(key, CONFIG))(keys)
+        specs = moax.param_specs(CONFIG)
     one = moax.init(keys[1], CONFIG)
     for name in NAMES:
-        got, of = getattr(stack, name), getattr(specs, name)
+        got = getattr(stack, name)
+        own_spec = getattr(specs, name)
         np.testing.assert_array_equal(got[1], getattr(one, name), err_msg=name)
-        of = type(of)(None, *of)
-        assert got.sharding.is_equivalent_to(NamedSharding(mesh, of), got.ndim), name
+        own_spec = type(own_spec)(None, *own_spec)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, own_spec), got.ndim), name
 
 
 def test_which_parameters():
@@ -94,21 +107,35 @@ def test_dtype(dtype):
     """Breaks if lower-precision parameters are other numbers than the float32 ones, rounded."""
     narrow = dataclasses.replace(alone(dtype=dtype), router_bias=None)
     for got, want in zip(
-        jax.tree.leaves(narrow), jax.tree.leaves(dataclasses.replace(alone(), router_bias=None)), strict=True
+        jax.tree.leaves(narrow),
+        jax.tree.leaves(dataclasses.replace(alone(), router_bias=None)),
+        strict=True,
     ):
         assert got.dtype == dtype
-        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(
+            got.astype(jnp.float32),
+            want.astype(dtype).astype(jnp.float32),
+        )
 
 
 def test_variance():
     """Breaks if the variance is not 1 / fan-in, or a tail is not cut at two sigma of the uncut normal."""
     config = moax.MoEConfig(96, 160, 16, 2, shared_d_ff=224, d_latent=64)
     params = moax.init(jax.random.key(1), config)
-    fan_in = dict(router=96, wi=64, wo=160, shared_wi=96, shared_wo=224, latent_down=96, latent_up=64)
+    fan_in = dict(
+        router=96,
+        wi=64,
+        wo=160,
+        shared_wi=96,
+        shared_wo=224,
+        latent_down=96,
+        latent_up=64,
+    )
     for name, n in fan_in.items():
         w = np.asarray(getattr(params, name), np.float64).ravel()
         # Five standard errors: of a mean sigma / sqrt(size), of a standard deviation at most that / sqrt(2).
-        sigma, few = 1 / math.sqrt(n), 5 / math.sqrt(w.size)
+        sigma = 1 / math.sqrt(n)
+        few = 5 / math.sqrt(w.size)
         assert abs(w.std() / sigma - 1) < few and abs(w.mean()) < few * sigma, name
         assert np.abs(w).max() <= 2 * sigma / math.sqrt(0.7737) * 1.001, name
 
@@ -133,18 +160,30 @@ def test_biases_are_zero(name):
 def test_state_is_float32():
     """Breaks if a narrow dtype of the parameters is that of the selection bias, whose small steps it rounds away."""
     config = moax.MoEConfig(32, 48, 8, 2, router=moax.RouterConfig("sigmoid", bias=True))
-    shapes = jax.eval_shape(lambda key: moax.init(key, config, dtype=jnp.bfloat16), jax.random.key(0))
-    assert (shapes.router_bias.dtype, shapes.router.dtype, shapes.wi.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    shapes = jax.eval_shape(
+        lambda key: moax.init(key, config, dtype=jnp.bfloat16),
+        jax.random.key(0),
+    )
+    expected = (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    assert (shapes.router_bias.dtype, shapes.router.dtype, shapes.wi.dtype) == expected
     mesh = make_mesh("2x4")
     declared, _ = operand_shapes(config, 64, moax.Axes(), mesh, jnp.bfloat16, jnp.bfloat16)
-    assert jax.tree.map(lambda s: (s.shape, s.dtype), declared) == jax.tree.map(lambda s: (s.shape, s.dtype), shapes)
+    expected = jax.tree.map(lambda s: (s.shape, s.dtype), shapes)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), declared) == expected
 
 
 @pytest.mark.loose
 def test_weight_decay_leaves_state():
     """Breaks if the mask lets an optimizer decay the selection bias, which has no gradient, or keeps it from others."""
     optax = pytest.importorskip("optax")
-    config = moax.MoEConfig(32, 48, 8, 2, use_bias=True, router=moax.RouterConfig("sigmoid", bias=True))
+    config = moax.MoEConfig(
+        32,
+        48,
+        8,
+        2,
+        use_bias=True,
+        router=moax.RouterConfig("sigmoid", bias=True),
+    )
     shapes = jax.eval_shape(lambda key: moax.init(key, config), jax.random.key(0))
     ones = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)
     params = {"layers": [ones, ones], "scale": np.ones(3, np.float32)}
@@ -161,7 +200,9 @@ def test_weight_decay_leaves_state():
 def test_keys_of_both_kinds():
     """Breaks if raw uint32 keys, which linen makes, are refused or give other numbers."""
     for got, want in zip(
-        jax.tree.leaves(moax.init(jax.random.PRNGKey(3), CONFIG)), jax.tree.leaves(alone()), strict=True
+        jax.tree.leaves(moax.init(jax.random.PRNGKey(3), CONFIG)),
+        jax.tree.leaves(alone()),
+        strict=True,
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -179,7 +220,8 @@ def test_sizes_that_do_not_divide():
     """Breaks if a mesh that cannot hold the experts is found out by XLA."""
     with jax.set_mesh(make_mesh("1x8")):
         with pytest.raises(
-            ValueError, match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 8"
+            ValueError,
+            match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 8",
         ):
             moax.init(jax.random.key(0), dataclasses.replace(CONFIG, num_experts=6))
 
@@ -187,21 +229,27 @@ def test_sizes_that_do_not_divide():
 def test_initializers():
     """Breaks if an initializer of JAX sees all experts as one matrix, for its fan-in is then E times too large; or if a
     parameter that was not named changes."""
-    made = moax.init(
+    initialized = moax.init(
         jax.random.key(3),
         CONFIG,
         dtype=jnp.bfloat16,
-        initializers={"wi": jax.nn.initializers.lecun_normal(), "wo": jax.nn.initializers.glorot_uniform(),
-                      "router": jax.nn.initializers.zeros, "bi": jax.nn.initializers.constant(0.5)},
-    )  # fmt: skip
+        initializers={
+            "wi": jax.nn.initializers.lecun_normal(),
+            "wo": jax.nn.initializers.glorot_uniform(),
+            "router": jax.nn.initializers.zeros,
+            "bi": jax.nn.initializers.constant(0.5),
+        },
+    )
     want = {"wi": math.sqrt(1 / 24), "wo": math.sqrt(2 / (24 + 48)), "router": 0.0}
     for name, std in want.items():
-        value = np.asarray(getattr(made, name), np.float32)
-        assert np.std(value) == pytest.approx(std, rel=0.05) and value.shape == getattr(alone(), name).shape
-    wi = np.asarray(made.wi, np.float32)
+        value = np.asarray(getattr(initialized, name), np.float32)
+        assert np.std(value) == pytest.approx(std, rel=0.05)
+        assert value.shape == getattr(alone(), name).shape
+    wi = np.asarray(initialized.wi, np.float32)
     assert not np.array_equal(wi[0], wi[1]) and not np.array_equal(wi[:, :, 0], wi[:, :, 1])
-    assert (made.bi == 0.5).all() and made.wi.dtype == made.router.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(made.shared_wi, alone(dtype=jnp.bfloat16).shared_wi)
+    assert (initialized.bi == 0.5).all()
+    assert initialized.wi.dtype == initialized.router.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(initialized.shared_wi, alone(dtype=jnp.bfloat16).shared_wi)
 
 
 def test_an_initializer_gets_the_shape_of_one_matrix():
@@ -213,10 +261,14 @@ def test_an_initializer_gets_the_shape_of_one_matrix():
         return jnp.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
     names = ("router", "wi", "wo", "bi", "bo", "shared_wi", "router_bias")
-    made = moax.init(jax.random.key(0), CONFIG, initializers=dict.fromkeys(names, by_position))
+    initialized = moax.init(
+        jax.random.key(0),
+        CONFIG,
+        initializers=dict.fromkeys(names, by_position),
+    )
     assert sorted(set(asked)) == sorted([(32, 8), (24, 48), (48, 24), (48,), (24,), (32, 16), (8,)])
-    np.testing.assert_array_equal(made.wi[5, :, 1], np.arange(24 * 48).reshape(24, 48))
-    np.testing.assert_array_equal(made.bi[5, 1], np.arange(48))
+    np.testing.assert_array_equal(initialized.wi[5, :, 1], np.arange(24 * 48).reshape(24, 48))
+    np.testing.assert_array_equal(initialized.bi[5, 1], np.arange(48))
 
 
 @pytest.mark.more
@@ -243,8 +295,14 @@ def alone_with(**options):
             {"kernel": jax.nn.initializers.zeros},
             "initializers has 'kernel'; the parameters of this config are router, wi",
         ),
-        ({"wi": lambda key, shape, dtype: jnp.zeros((3,), dtype)}, r"\['wi'\] returned shape \(3,\); it must return"),
-        ({"wo": lambda key, shape, dtype: "normal"}, r"\['wo'\] returned a str; it must return an array of shape"),
+        (
+            {"wi": lambda key, shape, dtype: jnp.zeros((3,), dtype)},
+            r"\['wi'\] returned shape \(3,\); it must return",
+        ),
+        (
+            {"wo": lambda key, shape, dtype: "normal"},
+            r"\['wo'\] returned a str; it must return an array of shape",
+        ),
     ],
 )
 def test_initializers_that_do_not_fit(initializers, message):

@@ -48,14 +48,16 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
     axes = Axes(fsdp_dim=dim)
     options = dict(recipe=recipe, axes=axes, engine=way if way == "shard_map" else "auto")
     with jax.set_mesh(make_mesh(mesh, way) if mesh != "none" else jax.make_mesh((1,), ("fsdp",))):
-        params, x = PARAMS, X
+        params = PARAMS
+        x = X
         if mesh != "none":
             params = put(make_mesh(mesh, way), moax.param_specs(CONFIG, axes), params)
             x = put(make_mesh(mesh, way), moax.params.token_spec(axes), x)
         quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
         for name in ("wi", "wo"):
             plain = recipe is None or "=" in recipe and name not in recipe
-            assert jax.tree.leaves(getattr(quantized, name))[0].dtype == (jnp.float32 if plain else jnp.uint8)
+            expected = jnp.float32 if plain else jnp.uint8
+            assert jax.tree.leaves(getattr(quantized, name))[0].dtype == expected
         want = jax.jit(functools.partial(run, **options))(x, params)
         got = jax.jit(functools.partial(run, **options))(x, params, quantized)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -63,9 +65,11 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
 
 def test_rounded_once():
     """Breaks if weights that are rounded once are not those that a block casts, or their gradients leave float32."""
-    x, quantized = jnp.asarray(X, jnp.bfloat16), moax.quantize_params(PARAMS, CONFIG)
+    x = jnp.asarray(X, jnp.bfloat16)
+    quantized = moax.quantize_params(PARAMS, CONFIG)
     assert [v.dtype for v in jax.tree.leaves((quantized.wi, quantized.wo))] == [jnp.bfloat16] * 2
-    got, want = jax.jit(run)(x, PARAMS, quantized), jax.jit(run)(x, PARAMS)
+    got = jax.jit(run)(x, PARAMS, quantized)
+    want = jax.jit(run)(x, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert got[2].wi.dtype == got[2].wo.dtype == jnp.float32
 
@@ -78,7 +82,8 @@ def test_a_block_reads_kept_weights_alone():
     nan = jax.tree.map(lambda v: jnp.full_like(v, jnp.nan), (PARAMS.wi, PARAMS.wo))
     spoilt = moax.MoEParams(PARAMS.router, *nan, bi=PARAMS.bi, bo=PARAMS.bo)
     step = jax.jit(functools.partial(run, recipe="fp8_block"))
-    got, want = step(X, spoilt, quantized), step(X, PARAMS)
+    got = step(X, spoilt, quantized)
+    want = step(X, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -87,13 +92,16 @@ def test_what_crosses():
     """Breaks if kept weights are gathered in more than a byte an element, or weights of the step beside them."""
     mesh = make_mesh("2x4")
     with jax.set_mesh(mesh):
-        params, x = put(mesh, moax.param_specs(CONFIG), PARAMS), put(mesh, moax.params.token_spec(Axes()), X)
+        params = put(mesh, moax.param_specs(CONFIG), PARAMS)
+        x = put(mesh, moax.params.token_spec(Axes()), X)
         quantized = moax.quantize_params(params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
         step = jax.jit(functools.partial(run, recipe="fp8_block"))
-        kept, own = (step.lower(x, params, q).compile() for q in (quantized, None))
-    gathers = [[(c.shape, c.dtype) for c in inspect.weight_gathers(inspect.collectives(p))] for p in (kept, own)]
+        with_quantized, own = (step.lower(x, params, q).compile() for q in (quantized, None))
+    gathers = [
+        [(c.shape, c.dtype) for c in inspect.weight_gathers(inspect.collectives(p))] for p in (with_quantized, own)
+    ]
     assert sorted(gathers[0]) == sorted(gathers[1]) and len(gathers[0]) >= 4
-    to_fp8 = [len(re.findall(r"f8e4m3fn\[\S* convert", program.as_text())) for program in (kept, own)]
+    to_fp8 = [len(re.findall(r"f8e4m3fn\[\S* convert", program.as_text())) for program in (with_quantized, own)]
     assert to_fp8[0] < to_fp8[1], f"casts to FP8 with kept weights and without: {to_fp8}"
 
 
@@ -111,7 +119,8 @@ def test_microbatches():
         return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)[0]
 
     want = functools.reduce(
-        lambda a, b: jax.tree.map(jnp.add, a, b), [run(x, PARAMS, recipe="fp8_block")[2] for x in parts]
+        lambda a, b: jax.tree.map(jnp.add, a, b),
+        [run(x, PARAMS, recipe="fp8_block")[2] for x in parts],
     )
     for got, sums in zip(jax.tree.leaves(step(PARAMS)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, sums, atol=1e-5 * float(np.abs(sums).max()))
@@ -120,25 +129,32 @@ def test_microbatches():
 def test_without_wi_and_wo_in_a_shard_map():
     """Breaks if the axes over which prequantized weights vary are lost where no wi and wo are given: `check_vma` then
     refuses the gradient of x."""
-    mesh, at = make_mesh("tp2x2x2"), spec("tp2x2x2", TOKENS)
+    mesh = make_mesh("tp2x2x2")
+    layout = spec("tp2x2x2", TOKENS)
     config = dataclasses.replace(CONFIG, use_bias=False)  # a bias varies over tp
 
     def gradient(x, params, absent):
-        kept = moax.quantize_params(params, config, recipe="fp8_block", dtype=jnp.float32)
-        given = dataclasses.replace(params, wi=None, wo=None) if absent else params
-        return jax.grad(lambda x: (moax.moe(x, given, config, quantized=kept, recipe="fp8_block")[0] ** 2).sum())(x)
+        quantized = moax.quantize_params(params, config, recipe="fp8_block", dtype=jnp.float32)
+        own_params = dataclasses.replace(params, wi=None, wo=None) if absent else params
+        return jax.grad(
+            lambda x: (moax.moe(x, own_params, config, quantized=quantized, recipe="fp8_block")[0] ** 2).sum()
+        )(x)
 
     with jax.set_mesh(mesh):
-        args = put(mesh, (at, specs := moax.param_specs(config)), (X, make_params(config)))
+        args = put(mesh, (layout, specs := moax.param_specs(config)), (X, make_params(config)))
         steps = (functools.partial(gradient, absent=absent) for absent in (False, True))
-        own, none = (jax.jit(jax.shard_map(step, in_specs=(at, specs), out_specs=at))(*args) for step in steps)
+        own, none = (jax.jit(jax.shard_map(step, in_specs=(layout, specs), out_specs=layout))(*args) for step in steps)
     np.testing.assert_array_equal(own, none)
 
 
 @pytest.mark.parametrize(
     ("recipe", "absent", "message"),
     [
-        ("wi=fp8_block,wo=none", ("wi",), "either both are None, and have no gradient, or neither is"),
+        (
+            "wi=fp8_block,wo=none",
+            ("wi",),
+            "either both are None, and have no gradient, or neither is",
+        ),
         ("fp8_block", ("wo",), "either both are None, and have no gradient, or neither is"),
     ],
 )
@@ -166,8 +182,14 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     """Breaks if weights that were quantized otherwise are multiplied as if they were the block's."""
-    made, called, message = WRONG[name]
+    make_quantized, called, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        quantized = PARAMS if made is None else moax.quantize_params(PARAMS, CONFIG, **dict(dtype=jnp.float32) | made)
+        quantized = (
+            PARAMS
+            if make_quantized is None
+            else moax.quantize_params(PARAMS, CONFIG, **dict(dtype=jnp.float32) | make_quantized)
+        )
         config = dataclasses.replace(CONFIG, d_ff=128) if name == "another size" else CONFIG
-        jax.eval_shape(lambda: moax.moe(X, make_params(config), config, quantized=quantized, **called))
+        jax.eval_shape(
+            lambda: moax.moe(X, make_params(config), config, quantized=quantized, **called),
+        )

@@ -19,37 +19,50 @@ from moax.params import param_shapes
 from support import make_mesh, make_params, random, rel_norm, some
 from support.block import BASE, make_x
 
-LATENT = dataclasses.replace(BASE, d_model=256, d_ff=256, d_latent=128, use_bias=False, shared_d_ff=64)
+LATENT = dataclasses.replace(
+    BASE,
+    d_model=256,
+    d_ff=256,
+    d_latent=128,
+    use_bias=False,
+    shared_d_ff=64,
+)
 
 
 @pytest.mark.parametrize("backward", some([False, True], 1))
 def test_weights_cross_as_bytes_and_rows_in_the_latent_width(backward):
     """Breaks if a projection is gathered unquantized, or whole rows of x travel to the experts."""
     mesh = make_mesh("2x4")
-    how = dict(recipe="fp8_block", exchange="all_gather", backward=backward)
-    found = inspect.inspect_block(LATENT, tokens=256, mesh=mesh, **how)
-    at = named(mesh, moax.param_specs(LATENT, mesh=mesh))
-    weights = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s, jnp.float32, sharding=to), param_shapes(LATENT), at,
-                           is_leaf=lambda s: isinstance(s, tuple))  # fmt: skip
+    settings = dict(recipe="fp8_block", exchange="all_gather", backward=backward)
+    traffic = inspect.inspect_block(LATENT, tokens=256, mesh=mesh, **settings)
+    sharding = named(mesh, moax.param_specs(LATENT, mesh=mesh))
+    weights = jax.tree.map(
+        lambda shape, to: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=to),
+        param_shapes(LATENT),
+        sharding,
+        is_leaf=lambda shape: isinstance(shape, tuple),
+    )
     weights = {name: getattr(weights, name) for name in ("wi", "wo", "latent_down", "latent_up")}
-    inspect.assert_no_wide_weight_gather(found, axes="fsdp", weights=weights, mesh=mesh)
-    shapes = {c.shape for c in found if c.kind == "all-gather" and c.axes == ("ep",) and c.dtype == "bfloat16"}
+    inspect.assert_no_wide_weight_gather(traffic, axes="fsdp", weights=weights, mesh=mesh)
+    shapes = {c.shape for c in traffic if c.kind == "all-gather" and c.axes == ("ep",) and c.dtype == "bfloat16"}
     assert (128, 128) in shapes and not {shape for shape in shapes if shape[-1] == 256}
-    carried = [v.name for c in inspect.weight_gathers(found) if c.dtype == "uint8" for v in c.carries]
+    carried = [v.name for c in inspect.weight_gathers(traffic) if c.dtype == "uint8" for v in c.carries]
     assert {"latent_down", "latent_up"} <= {name.rpartition(".")[2] for name in carried}
 
 
 @pytest.mark.more
 def test_adapters_and_kept_weights():
     """Breaks if adapters of latent experts do not have the latent width, or kept weights are other weights."""
-    x, params, adapters = make_x(LATENT), make_params(LATENT), lora.init(jax.random.key(0), LATENT, 4)
+    x = make_x(LATENT)
+    params = make_params(LATENT)
+    adapters = lora.init(jax.random.key(0), LATENT, 4)
     adapters = dataclasses.replace(adapters, wi_b=jnp.asarray(random(1, *adapters.wi_b.shape)))
     assert adapters.wi_a.shape == (8, 128, 4) and adapters.wo_b.shape == (8, 4, 128)
     y, _ = moax.moe(x, params, LATENT, adapters=adapters)
     merged, _ = moax.moe(x, lora.merge(params, adapters), LATENT)
     assert rel_norm(y, merged) < 2e-6
-    kept = moax.quantize_params(params, LATENT, recipe="fp8_block", dtype=x.dtype)
+    quantized = moax.quantize_params(params, LATENT, recipe="fp8_block", dtype=x.dtype)
     np.testing.assert_array_equal(
-        moax.moe(x, params, LATENT, recipe="fp8_block", quantized=kept)[0],
+        moax.moe(x, params, LATENT, recipe="fp8_block", quantized=quantized)[0],
         moax.moe(x, params, LATENT, recipe="fp8_block")[0],
     )

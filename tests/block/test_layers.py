@@ -35,8 +35,24 @@ from support.layers import KEY, LAYERS, Stack, params_of, stack
 
 pytestmark = pytest.mark.loose
 
-ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, expert_scale=True, aux_loss=1e-2)
-FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER, d_latent=24)
+ROUTER = moax.RouterConfig(
+    score="sigmoid",
+    bias=True,
+    logits_bias=True,
+    expert_scale=True,
+    aux_loss=1e-2,
+)
+FULL = moax.MoEConfig(
+    32,
+    48,
+    8,
+    2,
+    use_bias=True,
+    shared_d_ff=16,
+    shared_gate=True,
+    router=ROUTER,
+    d_latent=24,
+)
 BARE = moax.MoEConfig(32, 48, 8, 2, activation="silu")
 PARAMS = make_params(FULL)
 WAYS = ("none", "custom_partitioning", "explicit")
@@ -55,10 +71,20 @@ def loss_of(y, stats):
 
 @pytest.mark.parametrize(
     ("library", "way", "config"),
-    some([("linen", "custom_partitioning", FULL), ("nnx", "none", BARE), ("nnx", "explicit", FULL),
-          ("linen", "none", BARE), ("nnx", "custom_partitioning", FULL), ("linen", "explicit", FULL),
-          ("nnx", "none", FULL), ("linen", "none", FULL)], 2),
-)  # fmt: skip
+    some(
+        [
+            ("linen", "custom_partitioning", FULL),
+            ("nnx", "none", BARE),
+            ("nnx", "explicit", FULL),
+            ("linen", "none", BARE),
+            ("nnx", "custom_partitioning", FULL),
+            ("linen", "explicit", FULL),
+            ("nnx", "none", FULL),
+            ("linen", "none", FULL),
+        ],
+        2,
+    ),
+)
 def test_parameters_are_those_of_init(library, way, config):
     """Breaks if a checkpoint of one is none of the other: names, shapes, values of the same key, and which there are;
     or if the selection bias is among the trained parameters, where an optimizer or weight decay sees it."""
@@ -72,10 +98,18 @@ def test_parameters_are_those_of_init(library, way, config):
 
 @pytest.mark.parametrize(
     ("library", "way", "axes"),
-    some([("nnx", "explicit", BY_MODEL), ("linen", "custom_partitioning", moax.Axes()),
-          ("linen", "explicit", BY_MODEL), ("nnx", "custom_partitioning", BY_MODEL), ("nnx", "explicit", moax.Axes()),
-          ("linen", "custom_partitioning", BY_MODEL)], 2),
-)  # fmt: skip
+    some(
+        [
+            ("nnx", "explicit", BY_MODEL),
+            ("linen", "custom_partitioning", moax.Axes()),
+            ("linen", "explicit", BY_MODEL),
+            ("nnx", "custom_partitioning", BY_MODEL),
+            ("nnx", "explicit", moax.Axes()),
+            ("linen", "custom_partitioning", BY_MODEL),
+        ],
+        2,
+    ),
+)
 def test_metadata_is_that_of_param_specs(library, way, axes):
     """Breaks if flax is told another layout than the arrays have, or they are not made in it; or if a layer that is
     traced for its shapes does not say where its arrays go, so that no checkpoint can be restored into shards."""
@@ -85,12 +119,13 @@ def test_metadata_is_that_of_param_specs(library, way, axes):
         layer, abstract = (LAYERS[library](FULL, shapes, axes=axes) for shapes in (False, True))
         if library == "nnx":
             abstract.module = nnx.as_abstract(abstract.module)
-    for made in (layer, abstract):
-        labels, shardings = made.labels(), made.shardings(mesh)
-        for name, value in made.arrays.items():
+    for module in (layer, abstract):
+        labels = module.labels()
+        shardings = module.shardings(mesh)
+        for name, value in module.arrays.items():
             want = NamedSharding(mesh, getattr(specs, name))
             assert labels[name] == want.spec and shardings[name] == want, name
-            if made is layer:
+            if module is layer:
                 assert value.sharding.is_equivalent_to(want, value.ndim), name
             else:
                 assert isinstance(value, jax.ShapeDtypeStruct)
@@ -119,17 +154,23 @@ def test_no_metadata_without_a_mesh():
 def test_computes_what_moe_does(library, way, options):
     """Breaks if the layer passes on an option wrongly, or forgets one: values and gradients are those of `moax.moe`."""
     with mesh_for(way):
-        layer, params, x = LAYERS[library](FULL, **options), PARAMS, jnp.asarray(X)
+        layer = LAYERS[library](FULL, **options)
+        params = PARAMS
+        x = jnp.asarray(X)
         if way != "none":
             mesh = make_mesh("2x4", way)
             params = put(mesh, moax.param_specs(FULL, options.get("axes", moax.Axes())), params)
             x = jax.device_put(X, NamedSharding(mesh, P("fsdp")))
 
         def run(call):
-            total = lambda params, x: (lambda out: (loss_of(*out), out))(call(params, x))  # noqa: E731
+
+            def total(params, x):
+                return (lambda out: (loss_of(*out), out))(call(params, x))
+
             return jax.jit(jax.grad(total, (0, 1), has_aux=True))(params, x)
 
-        got, want = run(layer), run(lambda params, x: moax.moe(x, params, FULL, **options))
+        got = run(layer)
+        want = run(lambda params, x: moax.moe(x, params, FULL, **options))
     y = got[1][0]
     assert y.shape == X.shape and y.dtype == jnp.float32
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -143,15 +184,25 @@ def test_computes_what_moe_does(library, way, options):
 def test_keywords_of_a_call(library):
     """Breaks if a layer has no way to say which tokens are padding, to replay a routing, to use adapters or weights
     that were quantized before, or if the weights that it quantizes are not those of its call."""
-    config, how = dataclasses.replace(BASE, shared_d_ff=0), dict(recipe="wi=fp8_block")
-    layer, x = LAYERS[library](config, dtype=jnp.float32, **how), make_x(config)
+    config = dataclasses.replace(BASE, shared_d_ff=0)
+    settings = dict(recipe="wi=fp8_block")
+    layer = LAYERS[library](config, dtype=jnp.float32, **settings)
+    x = make_x(config)
     real = np.random.default_rng(0).random(x.shape[:-1]) < 0.6
     adapters = lora.adapter_shapes(config, 2)
-    adapters = jax.tree.map(lambda shape: jnp.full(shape, 0.1), adapters, is_leaf=lambda v: isinstance(v, tuple))
-    given = dict(segment_ids=jnp.asarray(np.where(real, 1, -1)), return_routing=True, adapters=adapters)
+    adapters = jax.tree.map(
+        lambda shape: jnp.full(shape, 0.1),
+        adapters,
+        is_leaf=lambda v: isinstance(v, tuple),
+    )
+    arguments = dict(
+        segment_ids=jnp.asarray(np.where(real, 1, -1)),
+        return_routing=True,
+        adapters=adapters,
+    )
     params = params_of(layer.arrays)
-    got = jax.jit(functools.partial(layer, quantized=layer.quantize(), **given))(params, x)
-    want = jax.jit(lambda params, x: moax.moe(x, params, config, **how, **given))(params, x)
+    got = jax.jit(functools.partial(layer, quantized=layer.quantize(), **arguments))(params, x)
+    want = jax.jit(lambda params, x: moax.moe(x, params, config, **settings, **arguments))(params, x)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert (np.asarray(got[1].routing.experts)[~real] == 8).all()
 
@@ -162,7 +213,8 @@ def test_keywords_of_a_call(library):
 )
 def test_any_subset_of_biases(library, dropped):
     """Breaks if a user cannot take one expert bias out, as published models have one, both or none."""
-    layer, params = LAYERS[library](FULL), dataclasses.replace(PARAMS, **dict.fromkeys(dropped))
+    layer = LAYERS[library](FULL)
+    params = dataclasses.replace(PARAMS, **dict.fromkeys(dropped))
     for name in dropped:
         layer.drop(name)
     want = jax.jit(functools.partial(moax.moe, config=FULL))(X, params)[0]
@@ -172,16 +224,21 @@ def test_any_subset_of_biases(library, dropped):
 
 @pytest.mark.more
 @BOTH
-@pytest.mark.parametrize("dtype, param_dtype", [("float32", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")])
+@pytest.mark.parametrize(
+    "dtype, param_dtype",
+    [("float32", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")],
+)
 def test_dtypes(library, dtype, param_dtype):
     """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     layer = LAYERS[library](FULL, dtype=dtype, param_dtype=param_dtype)
     state = layer.arrays.keys() - layer.trained
     assert {layer.arrays[name].dtype for name in layer.trained} == {jnp.dtype(param_dtype)}
     assert {layer.arrays[name].dtype for name in state} == {jnp.dtype("float32")}
-    x, params = jnp.asarray(X, jnp.bfloat16 if dtype is None else jnp.float32), params_of(layer.arrays)
+    x = jnp.asarray(X, jnp.bfloat16 if dtype is None else jnp.float32)
+    params = params_of(layer.arrays)
     y, stats = jax.jit(layer)(params, x)
-    assert y.dtype == (x.dtype if dtype is None else jnp.dtype(dtype)) and stats.aux_loss.dtype == jnp.float32
+    assert y.dtype == (x.dtype if dtype is None else jnp.dtype(dtype))
+    assert stats.aux_loss.dtype == jnp.float32
     want, _ = jax.jit(functools.partial(moax.moe, config=FULL))(x.astype(y.dtype), params)
     assert rel_error(y, want) < 1e-6
 
@@ -206,10 +263,21 @@ def by_linen(layer, tx):
 
     @jax.jit
     def step(variables, opt, x):
-        loss = lambda p: (lambda y, s: (loss_of(y, s), s))(*layer.module.apply({**variables, "params": p}, x))  # noqa: E731
+
+        def loss(p):
+            return (lambda y, s: (loss_of(y, s), s))(
+                *layer.module.apply({**variables, "params": p}, x),
+            )
+
         grads, stats = jax.grad(loss, has_aux=True)(variables["params"])
         updates, _ = tx.update(grads, opt, variables["params"])
-        _, state = layer.module.apply(variables, stats, 0.5, method="update_router_bias", mutable="moax_state")
+        _, state = layer.module.apply(
+            variables,
+            stats,
+            0.5,
+            method="update_router_bias",
+            mutable="moax_state",
+        )
         return {**state, "params": optax.apply_updates(variables["params"], updates)}, stats
 
     before = layer.variables
@@ -219,7 +287,10 @@ def by_linen(layer, tx):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("library", "way"), [("nnx", "none"), ("nnx", "custom_partitioning"), ("linen", "explicit")])
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [("nnx", "none"), ("nnx", "custom_partitioning"), ("linen", "explicit")],
+)
 def test_a_training_step(library, way):
     """Breaks if an optimizer does to the layer what it would not do to `MoEParams`, or if the selection bias moves with
     it, or is not updated by the counts of the step."""
@@ -236,7 +307,8 @@ def test_a_training_step(library, way):
             grads = jax.grad(lambda p: loss_of(*moax.moe(x, whole(p), FULL)))(trained)
             return optax.apply_updates(trained, tx.update(grads, tx.init(trained), trained)[0])
 
-        want, after = by_hand(before, jnp.asarray(X)), params_of(layer.arrays)
+        want = by_hand(before, jnp.asarray(X))
+        after = params_of(layer.arrays)
     for name in layer.trained:
         assert rel_error(getattr(after, name), getattr(want, name)) < 1e-5, name
         assert not np.array_equal(getattr(after, name), getattr(before, name)), name
@@ -247,28 +319,40 @@ def test_a_training_step(library, way):
 
 def test_no_bias_to_update():
     """Breaks if an update that does nothing goes unnoticed."""
-    layer, block = LAYERS["nnx"](BARE).module, LAYERS["linen"](BARE)
-    stats = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda x: layer(x)[1], X))
+    layer = LAYERS["nnx"](BARE).module
+    block = LAYERS["linen"](BARE)
+    stats = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        jax.eval_shape(lambda x: layer(x)[1], X),
+    )
     apply = functools.partial(block.module.apply, method="update_router_bias", mutable="moax_state")
     for update in (layer.update_router_bias, functools.partial(apply, block.variables)):
-        with pytest.raises(ValueError, match="config.router.bias=False; it must be True for a bias to update"):
+        with pytest.raises(
+            ValueError,
+            match="config.router.bias=False; it must be True for a bias to update",
+        ):
             update(stats)
 
 
 @pytest.mark.parametrize(
-    "make", (lambda rngs: moax.nnx.MoE(BARE, rngs=rngs), lambda rngs: moax.nnx.Dense(8, 8, rngs=rngs))
+    "make",
+    (lambda rngs: moax.nnx.MoE(BARE, rngs=rngs), lambda rngs: moax.nnx.Dense(8, 8, rngs=rngs)),
 )
 @pytest.mark.parametrize("rngs", (None, 0, np.uint32([0, 0])))
 def test_rngs_of_another_kind(make, rngs):
     """Breaks if a key in the place of `nnx.Rngs` is an AttributeError about `params`."""
-    with pytest.raises(ValueError, match=r"rngs is .*; it must be a Rngs, as flax.nnx.Rngs\(0\) returns it"):
+    with pytest.raises(
+        ValueError,
+        match=r"rngs is .*; it must be a Rngs, as flax.nnx.Rngs\(0\) returns it",
+    ):
         make(rngs)
 
 
 def test_no_key_of_parameters():
     """Breaks if `init` without a key of the parameters is a KeyError."""
     with pytest.raises(
-        ValueError, match=r"rngs has the keys \['dropout'\]; it must be a PRNG key, or have one of 'par"
+        ValueError,
+        match=r"rngs has the keys \['dropout'\]; it must be a PRNG key, or have one of 'par",
     ):
         MoEBlock(BARE).init({"dropout": KEY}, X)
 
@@ -303,12 +387,17 @@ def test_missing_variables():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("library", "way"), [("nnx", "explicit"), ("linen", "custom_partitioning")])
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [("nnx", "explicit"), ("linen", "custom_partitioning")],
+)
 def test_stacked_layers(library, way):
     """Breaks if layers made by `nnx.vmap` and run by `nnx.scan`, or scanned by `linen.scan`, are not layers one after
     the other with parameters of their own, if their metadata lacks the new dim, or their biases cannot be updated
     together."""
-    layers, x, mesh = 3, jnp.asarray(X), make_mesh("2x4", way)
+    layers = 3
+    x = jnp.asarray(X)
+    mesh = make_mesh("2x4", way)
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def run(x, layer):
@@ -322,7 +411,7 @@ def test_stacked_layers(library, way):
             y, stats = nnx.jit(run)(x, model)
             grads = nnx.jit(nnx.grad(lambda m, x: run(x, m)[0].sum()))(model, x)
             arrays = {name: v.get_value() for name, v in nnx.state(model).items()}
-            found = {name: getattr(model, name).get_metadata("out_sharding") for name in arrays}
+            results = {name: getattr(model, name).get_metadata("out_sharding") for name in arrays}
             model.update_router_bias(stats, 0.1)
             updated = moax.update_router_bias(jnp.zeros((3, 8)), stats.tokens_per_expert, 0.1)
             np.testing.assert_array_equal(model.router_bias.get_value(), updated)
@@ -333,17 +422,25 @@ def test_stacked_layers(library, way):
             y, stats = jax.jit(model.apply)(variables, x)
             grads = jax.jit(jax.grad(lambda v: model.apply(v, x)[0].sum()))(variables)
             assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, variables)
-            arrays, found = ({n: v for of in tree.values() for n, v in of["moe"].items()}
-                             for tree in (linen.unbox(variables), linen.get_partition_spec(variables)))  # fmt: skip
-    want, counts, block = x, [], jax.jit(functools.partial(moax.moe, config=FULL))
+            arrays, results = (
+                {n: v for collection in tree.values() for n, v in collection["moe"].items()}
+                for tree in (linen.unbox(variables), linen.get_partition_spec(variables))
+            )
+    want = x
+    counts = []
+    block = jax.jit(functools.partial(moax.moe, config=FULL))
     for i in range(layers):
-        out, one = block(want, params_of({name: jnp.asarray(np.asarray(v)[i]) for name, v in arrays.items()}))
-        want, counts = want + out, [*counts, one.tokens_per_expert]
+        out, one = block(
+            want,
+            params_of({name: jnp.asarray(np.asarray(v)[i]) for name, v in arrays.items()}),
+        )
+        want = want + out
+        counts = [*counts, one.tokens_per_expert]
     assert rel_error(y, want) < 5e-6 and not np.array_equal(arrays["wi"][0], arrays["wi"][1])
     np.testing.assert_array_equal(stats.tokens_per_expert, counts)
     for name, value in arrays.items():
         stacked = P(None, *getattr(specs, name))
-        assert tuple(found[name]) == tuple(stacked), name
+        assert tuple(results[name]) == tuple(stacked), name
         assert value.sharding.is_equivalent_to(NamedSharding(mesh, stacked), value.ndim), name
 
 
@@ -369,9 +466,22 @@ def in_a_layer(library):
 
 
 def in_the_model(x, buffer_factor):
-    sizes = dict(d_model=BASE.d_model, d_ff=BASE.d_ff, num_experts=BASE.num_experts, top_k=BASE.top_k)
-    run = TrainConfig(ModelConfig(**sizes, num_layers=1, num_heads=2, balance="none"), buffer_factor=buffer_factor)
-    return lm.forward(lm.init(jax.random.key(0), run.model), None, jnp.zeros((B, L), jnp.int32), run)
+    sizes = dict(
+        d_model=BASE.d_model,
+        d_ff=BASE.d_ff,
+        num_experts=BASE.num_experts,
+        top_k=BASE.top_k,
+    )
+    run = TrainConfig(
+        ModelConfig(**sizes, num_layers=1, num_heads=2, balance="none"),
+        buffer_factor=buffer_factor,
+    )
+    return lm.forward(
+        lm.init(jax.random.key(0), run.model),
+        None,
+        jnp.zeros((B, L), jnp.int32),
+        run,
+    )
 
 
 def in_the_benchmark(x, buffer_factor):
@@ -379,12 +489,22 @@ def in_the_benchmark(x, buffer_factor):
     from benchmarks.block import block as block_bench
     from benchmarks.block import block_worker
 
-    how = block_bench.How(kernels="xla", buffer_factor=buffer_factor)
-    options = block_worker.options_of(how.request(block_bench.TINY[0], "none", Repeats(), (B * L,)))
+    settings = block_bench.How(kernels="xla", buffer_factor=buffer_factor)
+    options = block_worker.options_of(
+        settings.request(
+            block_bench.TINY[0],
+            "none",
+            Repeats(),
+            (B * L,),
+        )
+    )
     return block_worker.layer(x, make_params(BASE), None, config=BASE, options=options)
 
 
-@pytest.mark.parametrize("way", (in_a_layer("nnx"), in_a_layer("linen"), in_the_model, in_the_benchmark))
+@pytest.mark.parametrize(
+    "way",
+    (in_a_layer("nnx"), in_a_layer("linen"), in_the_model, in_the_benchmark),
+)
 def test_buffer_factor_reaches_the_block(way):
     """Breaks if a layer, the model or the benchmark takes `buffer_factor` and leaves it, so that the program of a small
     factor has no loop of passes, or the program of the worst case has one."""

@@ -29,11 +29,25 @@ from support.layers import KEY, LAYERS, Stack, by_name, params_of, stack
 pytestmark = pytest.mark.loose
 
 ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, expert_scale=True)
-FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER, d_latent=24)
+FULL = moax.MoEConfig(
+    32,
+    48,
+    8,
+    2,
+    use_bias=True,
+    shared_d_ff=16,
+    shared_gate=True,
+    router=ROUTER,
+    d_latent=24,
+)
 BARE = moax.MoEConfig(16, 16, 8, 2)
 NAMES = moax.LogicalAxes()
 RULES = (("exp", "ep"), ("embed", "fsdp"), ("mlp", None), ("layers", None))
-BY_RULES = {"router": P("fsdp", None), "wi": P("ep", "fsdp", None, None), "wo": P("ep", None, "fsdp")}
+BY_RULES = {
+    "router": P("fsdp", None),
+    "wi": P("ep", "fsdp", None, None),
+    "wo": P("ep", None, "fsdp"),
+}
 X = np.random.default_rng(0).standard_normal((8, 4, 16)).astype(np.float32)
 BOTH = pytest.mark.parametrize("library", LAYERS)
 
@@ -53,7 +67,10 @@ def test_every_dim_has_the_name_of_its_letter():
 
 @pytest.mark.parametrize(
     "fields, message",
-    [(dict(E=3), "E is an int; it must be a name"), (dict(F="embed"), "each dim needs a name of its own")],
+    [
+        (dict(E=3), "E is an int; it must be a name"),
+        (dict(F="embed"), "each dim needs a name of its own"),
+    ],
 )
 def test_names_that_cannot_be(fields, message):
     """Breaks if names that no rule can map are taken."""
@@ -64,15 +81,24 @@ def test_names_that_cannot_be(fields, message):
 @pytest.mark.parametrize(("library", "shapes"), [("nnx", False), ("nnx", True), ("linen", True)])
 def test_without_a_mesh(library, shapes):
     """Breaks if metadata needs a mesh in force, `init` on shapes alone gives none, or a user's rules do not map it."""
-    mesh, layer = make_mesh("2x4", "custom_partitioning"), LAYERS[library](FULL, shapes, logical_axes=NAMES)
+    mesh = make_mesh("2x4", "custom_partitioning")
+    layer = LAYERS[library](FULL, shapes, logical_axes=NAMES)
     assert layer.labels() == {name: P(*NAMES.names(name)) for name in DIMS}
     if library == "linen":
-        mapped = by_name(nn.logical_to_mesh_sharding(nn.get_partition_spec(layer.variables), mesh, RULES))
+        mapped = by_name(
+            nn.logical_to_mesh_sharding(
+                nn.get_partition_spec(layer.variables),
+                mesh,
+                RULES,
+            )
+        )
     else:
         with nn.logical_axis_rules(RULES):
-            mapped, labels = layer.shardings(mesh), layer.labels()
+            mapped = layer.shardings(mesh)
+            labels = layer.labels()
         assert {name: labels[name] for name in BY_RULES} == BY_RULES
-    assert {name: mapped[name] for name in BY_RULES} == {n: NamedSharding(mesh, s) for n, s in BY_RULES.items()}
+    expected = {n: NamedSharding(mesh, s) for n, s in BY_RULES.items()}
+    assert {name: mapped[name] for name in BY_RULES} == expected
 
 
 @pytest.mark.more
@@ -99,8 +125,10 @@ def test_names_without_a_rule():
     mesh = make_mesh("2x4", "custom_partitioning")
     with jax.set_mesh(mesh):
         with nn.logical_axis_rules((("heads", "fsdp"),)):
-            layer, want = LAYERS["nnx"](BARE, logical_axes=NAMES), moax.param_specs(BARE).wi
-        assert lies_as(layer.arrays["wi"], mesh, want) and layer.labels()["wi"] == P("exp", "embed", None, "mlp")
+            layer = LAYERS["nnx"](BARE, logical_axes=NAMES)
+            want = moax.param_specs(BARE).wi
+        assert lies_as(layer.arrays["wi"], mesh, want)
+        assert layer.labels()["wi"] == P("exp", "embed", None, "mlp")
         for make in LAYERS.values():
             with (
                 nn.logical_axis_rules(RULES[:2]),
@@ -111,7 +139,8 @@ def test_names_without_a_rule():
 
 def test_names_that_are_mesh_axes():
     """Breaks if a name that is a mesh axis needs a rule: flax reads such metadata as it stands."""
-    names, mesh = moax.LogicalAxes(E="ep", H=None, F="fsdp", S=None), make_mesh("2x4", "custom_partitioning")
+    names = moax.LogicalAxes(E="ep", H=None, F="fsdp", S=None)
+    mesh = make_mesh("2x4", "custom_partitioning")
     with jax.set_mesh(mesh):
         layer = LAYERS["nnx"](BARE, logical_axes=names)
     assert layer.labels()["wi"] == P("ep", None, None, "fsdp")
@@ -122,7 +151,12 @@ def test_names_that_are_mesh_axes():
 def test_stacked_nnx_layers(name):
     """Breaks if the metadata of layers that `nnx.vmap` stacked is that of one layer: each dim then has the name of the
     dim after it, and `nnx.get_named_sharding` lays out weights wrongly."""
-    make = stack(BARE, 3, name and {"transform_metadata": {nnx.PARTITION_NAME: name}}, logical_axes=NAMES)
+    make = stack(
+        BARE,
+        3,
+        name and {"transform_metadata": {nnx.PARTITION_NAME: name}},
+        logical_axes=NAMES,
+    )
     labels = nnx.get_partition_spec(nnx.state(make(nnx.Rngs(0))))
     assert labels["wi"].get_value() == P(name, "exp", "embed", None, "mlp")
     mesh = make_mesh("2x4", "custom_partitioning")
@@ -137,7 +171,8 @@ def test_stacked_nnx_layers(name):
 @pytest.mark.parametrize("logical", [False, True])
 def test_stacked_linen_layers(logical):
     """Breaks if a layers axis with a name has to be an axis of the mesh."""
-    mesh, model = make_mesh("2x4", "custom_partitioning"), Stack(BARE, 3, "layers", NAMES if logical else None)
+    mesh = make_mesh("2x4", "custom_partitioning")
+    model = Stack(BARE, 3, "layers", NAMES if logical else None)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES if logical else ()):
         variables = jax.jit(model.init)(KEY, jnp.asarray(X))
         wi = variables["params"]["moe"]["wi"]
@@ -147,7 +182,8 @@ def test_stacked_linen_layers(logical):
         y, _ = jax.eval_shape(model.apply, variables, jnp.asarray(X))
     assert wi.names[0] == "layers" and y.shape == X.shape
     if not logical:
-        assert nn.get_partition_spec(wi) == spec and nn.get_sharding(wi, mesh) == NamedSharding(mesh, spec)
+        assert nn.get_partition_spec(wi) == spec
+        assert nn.get_sharding(wi, mesh) == NamedSharding(mesh, spec)
 
 
 def test_optimizer_state_made_under_jit():

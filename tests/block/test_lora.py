@@ -19,7 +19,8 @@ from support.block import MESH, cotangent, loss_of, make_x
 from support.oracle.block import block as block_by_numpy
 from support.oracle.formats import round_weight
 
-WEIGHTS = Recipe(None, Format(block=128, tile=128), None)  # of weights alone, so that the oracle can add A B to them
+# Only weights are rounded, so that the oracle can add A B to them.
+WEIGHTS = Recipe(None, Format(block=128, tile=128), None)
 BASE = dataclasses.replace(WITH_SHARED, shared_d_ff=0)  # a recipe rounds a shared expert too
 RANK, SCALE = 3, 2.0
 ADAPTERS = lora.Adapters(
@@ -41,19 +42,24 @@ CASES = [
 
 def expected(config, kept: bool):
     """The result of the merged block, and the gradients of the adapters by the chain rule."""
-    params, wide = make_params(config), {n: np.asarray(getattr(ADAPTERS, n), np.float64) for n in lora.DIMS}
+    params = make_params(config)
+    wide = {n: np.asarray(getattr(ADAPTERS, n), np.float64) for n in lora.DIMS}
     wi, wo = (np.asarray(w, np.float64) for w in (params.wi, params.wo))
     if kept:
         wi, wo = (round_weight(w, WEIGHTS.w, "rows") for w in (params.wi, params.wo))
     wi = wi + SCALE * np.einsum("ehr,ergf->ehgf", wide["wi_a"], wide["wi_b"])
     wo = wo + SCALE * np.einsum("efr,erh->efh", wide["wo_a"], wide["wo_b"])
-    merged, x = dataclasses.replace(params, wi=wi, wo=wo), np.asarray(make_x(config)).reshape(-1, config.d_model)
+    merged = dataclasses.replace(params, wi=wi, wo=wo)
+    x = np.asarray(make_x(config)).reshape(-1, config.d_model)
     want = block_by_numpy(x, merged, config, cotangent(x.shape), d_losses=(1, 1))
-    d_wi, d_wo = SCALE * want.dparams["wi"], SCALE * want.dparams["wo"]
+    d_wi = SCALE * want.dparams["wi"]
+    d_wo = SCALE * want.dparams["wo"]
     gradients = dict(
-        wi_a=np.einsum("ehgf,ergf->ehr", d_wi, wide["wi_b"]), wi_b=np.einsum("ehr,ehgf->ergf", wide["wi_a"], d_wi),
-        wo_a=np.einsum("efh,erh->efr", d_wo, wide["wo_b"]), wo_b=np.einsum("efr,efh->erh", wide["wo_a"], d_wo),
-    )  # fmt: skip
+        wi_a=np.einsum("ehgf,ergf->ehr", d_wi, wide["wi_b"]),
+        wi_b=np.einsum("ehr,ehgf->ergf", wide["wi_a"], d_wi),
+        wo_a=np.einsum("efh,erh->efr", d_wo, wide["wo_b"]),
+        wo_b=np.einsum("efr,efh->erh", wide["wo_a"], d_wo),
+    )
     return want, gradients
 
 
@@ -62,7 +68,13 @@ def step(config, kept: bool, **options):
 
     def loss(adapters, x, params, quantized):
         y, stats = moax.moe(
-            x, params, config, adapters=adapters, quantized=quantized, recipe=WEIGHTS if kept else None, **options
+            x,
+            params,
+            config,
+            adapters=adapters,
+            quantized=quantized,
+            recipe=WEIGHTS if kept else None,
+            **options,
         )
         return sum(loss_of(y, stats)), y
 
@@ -71,10 +83,13 @@ def step(config, kept: bool, **options):
 
 def placed(mesh, way, config, kept: bool):
     """The operands of `step` on a mesh; kept weights have no wi and wo beside them."""
-    x, params, adapters = make_x(config), make_params(config), ADAPTERS
+    x = make_x(config)
+    params = make_params(config)
+    adapters = ADAPTERS
     if mesh is not None:
         specs = dataclasses.replace(lora.adapter_specs(config), scale=SCALE)
-        params, adapters = put(mesh, moax.param_specs(config), params), put(mesh, specs, adapters)
+        params = put(mesh, moax.param_specs(config), params)
+        adapters = put(mesh, specs, adapters)
         x = put(mesh, moax.params.token_spec(Axes()), x)
     if not kept:
         return adapters, x, params, None
@@ -97,7 +112,8 @@ def test_is_the_merged_block(mesh, way, kept, config, options):
     for name in ("router", "bi", "bo"):
         if getattr(d_params, name) is not None:
             assert rel_norm(getattr(d_params, name), want.dparams[name]) < MESH, name
-    assert kept == (d_params.wi is None) and (kept or not np.any(d_params.wi) and not np.any(d_params.wo))
+    assert kept == (d_params.wi is None)
+    assert kept or not np.any(d_params.wi) and not np.any(d_params.wo)
 
 
 @pytest.mark.more
@@ -107,9 +123,9 @@ def test_what_a_step_computes():
     with jax.set_mesh(on):
         args = placed(on, "custom_partitioning", BASE, True)
         program = step(BASE, True).lower(*args).compile()
-    found = inspect.collectives(program)
-    assert not [c for c in found if c.kind == "reduce-scatter" and np.prod(c.shape[-2:]) >= BASE.d_model * BASE.d_ff]
-    gathers = inspect.weight_gathers(found)
+    traffic = inspect.collectives(program)
+    assert not [c for c in traffic if c.kind == "reduce-scatter" and np.prod(c.shape[-2:]) >= BASE.d_model * BASE.d_ff]
+    gathers = inspect.weight_gathers(traffic)
     assert {c.dtype for c in gathers if np.prod(c.shape) > 64} == {"uint8"}, gathers
 
 
@@ -118,7 +134,9 @@ def test_new_adapters_change_nothing():
     adapters = lora.init(jax.random.key(0), BASE, 4, scale=0.5)
     merged = lora.merge(make_params(BASE), adapters)
     jax.tree.map(np.testing.assert_array_equal, merged, make_params(BASE))
-    assert adapters.wi_a.shape == (8, 32, 4) and adapters.wo_b.shape == (8, 4, 32) and adapters.scale == 0.5
+    assert adapters.wi_a.shape == (8, 32, 4)
+    assert adapters.wo_b.shape == (8, 4, 32)
+    assert adapters.scale == 0.5
     assert 0.8 < float(adapters.wi_a.std()) * 32**0.5 < 1.2
 
 
@@ -134,11 +152,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     """Breaks if adapters of another block are multiplied, or a mistake ends in an error of JAX."""
-    given, message = WRONG[name]
+    arguments, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        if callable(given):
-            given()
-        adapters = dataclasses.replace(ADAPTERS, **given) if isinstance(given, dict) else given
+        if callable(arguments):
+            arguments()
+        adapters = dataclasses.replace(ADAPTERS, **arguments) if isinstance(arguments, dict) else arguments
         jax.eval_shape(lambda: moax.moe(make_x(BASE), make_params(BASE), BASE, adapters=adapters))
 
 

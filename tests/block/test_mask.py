@@ -21,8 +21,10 @@ from support.oracle.ops import sequence_loss
 SEQUENCES = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=0.5)
 CONFIG = dataclasses.replace(BASE, router=SEQUENCES)
 PARAMS = make_params(CONFIG)
-LEADING, WIDTH = (16, 6), CONFIG.d_model
-REAL = np.random.default_rng(0).random(LEADING) < 0.6  # rows with holes, as packed sequences have them
+LEADING = (16, 6)
+WIDTH = CONFIG.d_model
+# The rows have holes, as packed sequences have them.
+REAL = np.random.default_rng(0).random(LEADING) < 0.6
 REAL[3] = False  # a row of padding alone
 CLEAN = np.asarray(make_x(CONFIG))
 X = np.where(REAL[..., None], CLEAN, np.nan).astype(np.float32)
@@ -43,22 +45,37 @@ def expected(config):
 
 def found(way, config, **options):
     """The same of `moax.moe` on all tokens with the mask; the cotangent of padding's y is not 0."""
-    at, whole = spec("2x4", TOKENS), moax.param_specs(config, mesh=make_mesh("2x4"))
+    layout = spec("2x4", TOKENS)
+    whole = moax.param_specs(config, mesh=make_mesh("2x4"))
 
     def call(x, params, mask, engine):
         y, stats = moax.moe(x, params, config, mask=mask, engine=engine, **options)
         return (y, stats.aux_loss, stats.z_loss), stats
 
     cotangents = cotangent(X.shape), np.float32(1), np.float32(1)
-    (y, *_), stats, grads = program(way, "2x4", call, (X, PARAMS, REAL), (at, whole, at), (at, P(), P()), P(),
-                                    cotangents=cotangents, wrt=(0, 1))()  # fmt: skip
+    run = program(
+        way,
+        "2x4",
+        call,
+        (X, PARAMS, REAL),
+        (layout, whole, layout),
+        (layout, P(), P()),
+        P(),
+        cotangents=cotangents,
+        wrt=(0, 1),
+    )
+    (y, *_), stats, grads = run()
     return (y, stats), grads
 
 
 WAYS = [
-    ("none", {}), ("explicit", dict(exchange="all_to_all")), ("custom_partitioning", dict(exchange="all_to_all")),
-    ("user_vma", dict(exchange="all_to_all", buffer_factor=0.3)), ("shard_map", dict(buffer_factor=0.3)), ("user", {}),
-]  # fmt: skip
+    ("none", {}),
+    ("explicit", dict(exchange="all_to_all")),
+    ("custom_partitioning", dict(exchange="all_to_all")),
+    ("user_vma", dict(exchange="all_to_all", buffer_factor=0.3)),
+    ("shard_map", dict(buffer_factor=0.3)),
+    ("user", {}),
+]
 
 
 @pytest.mark.parametrize(("way", "options"), some(WAYS, 1))
@@ -82,13 +99,20 @@ def test_padding_is_not_there(way, options):
 def test_padding_takes_no_capacity(exchange):
     """Breaks if padding takes rows or slots: 128 equal tokens want one rank, which has room for the real half."""
     config = dataclasses.replace(BASE, capacity_factor=1.0, router=moax.RouterConfig())
-    x, params = np.tile(random(1, 1, WIDTH), (128, 1)), make_params(config)
-    mesh, mask = make_mesh("1x8"), np.arange(128) % 16 < 4
+    x = np.tile(random(1, 1, WIDTH), (128, 1))
+    params = make_params(config)
+    mesh = make_mesh("1x8")
+    mask = np.arange(128) % 16 < 4
     with jax.set_mesh(mesh):
-        at = spec("1x8", TOKENS)
-        args = put(mesh, (at, moax.param_specs(config), at), (jnp.asarray(x), params, jnp.asarray(mask)))
+        layout = spec("1x8", TOKENS)
+        args = put(
+            mesh,
+            (layout, moax.param_specs(config), layout),
+            (jnp.asarray(x), params, jnp.asarray(mask)),
+        )
         run = jax.jit(lambda x, p, m: moax.moe(x, p, config, mask=m, exchange=exchange))
-        stats, full = run(*args)[1], run(*args[:2], jnp.ones_like(args[2]))[1]
+        stats = run(*args)[1]
+        full = run(*args[:2], jnp.ones_like(args[2]))[1]
     assert stats.dropped == 0 < full.dropped and stats.tokens_per_expert.sum() == 2 * mask.sum()
 
 
@@ -99,7 +123,10 @@ def test_one_program_of_any_mask(recipe):
 
     def total(x, params, mask):
         y, stats = moax.moe(x, params, CONFIG, mask=mask, recipe=recipe)
-        return jnp.sum(y * jnp.asarray(cotangent(y.shape))) + stats.aux_loss + stats.z_loss, (y, stats)
+        return jnp.sum(y * jnp.asarray(cotangent(y.shape))) + stats.aux_loss + stats.z_loss, (
+            y,
+            stats,
+        )
 
     run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
     np.testing.assert_array_equal(run(X, PARAMS, REAL)[0][1][0], run(CLEAN, PARAMS, REAL)[0][1][0])
@@ -115,15 +142,25 @@ def test_one_program_of_any_mask(recipe):
 def test_loss_of_sequences(way):
     """Breaks if the loss is not DeepSeek-V3's, of sequences of any lengths in any order, or if a mesh that cuts a
     sequence gives another loss."""
-    config, logits = moax.RouterConfig(sequence_aux_loss=0.25), random(2, 64, 8)
+    config = moax.RouterConfig(sequence_aux_loss=0.25)
+    logits = random(2, 64, 8)
     rows = np.random.default_rng(3).integers(0, 5, 64).astype(np.int32)
 
-    at = spec("2x4", TOKENS)
+    layout = spec("2x4", TOKENS)
     got, _, (d,) = program(
-        way, "2x4", lambda v, rows, engine: (moax.route(v, config, 2, sequences=rows, engine=engine).aux_loss, ()),
-        (logits, rows), (at, at), P(), cotangents=np.float32(1),
-    )()  # fmt: skip
-    np.testing.assert_allclose(got, sequence_loss(logits.astype(np.float64), config, 2, rows), rtol=2e-6)
+        way,
+        "2x4",
+        lambda v, rows, engine: (moax.route(v, config, 2, sequences=rows, engine=engine).aux_loss, ()),
+        (logits, rows),
+        (layout, layout),
+        P(),
+        cotangents=np.float32(1),
+    )()
+    np.testing.assert_allclose(
+        got,
+        sequence_loss(logits.astype(np.float64), config, 2, rows),
+        rtol=2e-6,
+    )
     want = jax.jit(jax.grad(lambda v: reference.route(v, config, 2, sequences=jnp.asarray(rows)).aux_loss))(logits)
     assert rel_error(d, want) < 2e-6
 
@@ -141,16 +178,28 @@ def test_balanced_sequences_pay_the_coefficient():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (dict(mask=np.ones(LEADING, np.int32)), "mask has dtype int32; it must be bool, such as segment_ids > 0"),
-        (dict(mask=np.ones((16,), bool)), r"mask has shape \(16,\); it must be \[\*batch=\(16,\), S=6\]"),
+        (
+            dict(mask=np.ones(LEADING, np.int32)),
+            "mask has dtype int32; it must be bool, such as segment_ids > 0",
+        ),
+        (
+            dict(mask=np.ones((16,), bool)),
+            r"mask has shape \(16,\); it must be \[\*batch=\(16,\), S=6\]",
+        ),
         (dict(mask=[[True]]), "mask is a list; it must be an array"),
-        (dict(x=CLEAN[0]), r"x has shape \(6, 32\); it must be \[..., S, H\] for RouterConfig.sequence_aux_loss"),
+        (
+            dict(x=CLEAN[0]),
+            r"x has shape \(6, 32\); it must be \[..., S, H\] for RouterConfig.sequence_aux_loss",
+        ),
     ],
 )
 def test_errors(changes, says):
     """Breaks if a mask of another shape is broadcast, or segment ids are taken for a mask."""
-    given = dict(x=CLEAN) | changes
+    arguments = dict(x=CLEAN) | changes
     with pytest.raises(ValueError, match=says):
-        moax.moe(given.pop("x"), PARAMS, CONFIG, **given)
-    with pytest.raises(ValueError, match="sequences is None; it must be given for sequence_aux_loss"):
+        moax.moe(arguments.pop("x"), PARAMS, CONFIG, **arguments)
+    with pytest.raises(
+        ValueError,
+        match="sequences is None; it must be given for sequence_aux_loss",
+    ):
         moax.route(np.ones((4, 8), np.float32), SEQUENCES, 2)

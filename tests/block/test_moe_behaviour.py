@@ -38,24 +38,26 @@ def skewed(config=CONFIG, power: float = 1.5):
 
 def kept_by_numpy(experts: np.ndarray, config, mesh: str, exchange: str) -> np.ndarray:
     """Which assignments [T, K] fit, rank by rank, straight from the rules of the capacity."""
-    data, ep = size(mesh, "dp", "fsdp"), size(mesh, "ep")
-    per_shard, of_rank = T // (data * ep), config.num_experts // ep
-    kept = np.ones(experts.shape, bool)
+    data = size(mesh, "dp", "fsdp")
+    ep = size(mesh, "ep")
+    per_shard = T // (data * ep)
+    of_rank = config.num_experts // ep
+    mask = np.ones(experts.shape, bool)
     if exchange == "all_to_all" and ep > 1:
         slots = min(per_shard, int(np.ceil(config.capacity_factor * per_shard * config.top_k / ep)))
-        for first in range(0, T, per_shard):
+        for start in range(0, T, per_shard):
             used = np.zeros(ep, int)
-            for t in range(first, first + per_shard):
+            for t in range(start, start + per_shard):
                 for rank in sorted(set(experts[t] // of_rank)):
-                    kept[t] &= (experts[t] // of_rank != rank) | (used[rank] < slots)
+                    mask[t] &= (experts[t] // of_rank != rank) | (used[rank] < slots)
                     used[rank] += 1
     capacity = int(np.ceil(config.capacity_factor * per_shard * config.top_k))
     group = per_shard * ep
-    for first in range(0, T, group):
+    for start in range(0, T, group):
         for rank in range(ep):
-            here = kept[first : first + group] & (experts[first : first + group] // of_rank == rank)
+            here = mask[start : start + group] & (experts[start : start + group] // of_rank == rank)
             lists = [
-                np.argwhere(here & (experts[first : first + group] == e))
+                np.argwhere(here & (experts[start : start + group] == e))
                 for e in range(rank * of_rank, (rank + 1) * of_rank)
             ]
             sizes = np.array([len(v) for v in lists])
@@ -63,8 +65,8 @@ def kept_by_numpy(experts: np.ndarray, config, mesh: str, exchange: str) -> np.n
                 sizes[len(sizes) - 1 - np.argmax(sizes[::-1])] -= 1
             for assignments, n in zip(lists, sizes, strict=True):
                 for t, k in assignments[n:]:
-                    kept[first + t, k] = False
-    return kept
+                    mask[start + t, k] = False
+    return mask
 
 
 # (mesh, way, exchange, capacity factor): each mesh, way and transport once, each factor by which something drops.
@@ -86,21 +88,26 @@ def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
     config = dataclasses.replace(CONFIG, capacity_factor=factor)
     x, params = skewed(config)
     experts = choose_experts(np.asarray(x) @ np.asarray(params.router), config.router, config.top_k)
-    kept = kept_by_numpy(experts, config, mesh, exchange)
+    mask = kept_by_numpy(experts, config, mesh, exchange)
     dy = cotangent(x.shape)
-    want = block_by_numpy(x, params, config, dy, kept=kept)
+    want = block_by_numpy(x, params, config, dy, kept=mask)
     engine = way if way == "shard_map" else "auto"
     on = make_mesh(mesh, way)
 
     def both(x, p, dy):
         y, pull, stats = jax.vjp(
-            lambda x, p: moax.moe(x, p, config, exchange=exchange, engine=engine), x, p, has_aux=True
+            lambda x, p: moax.moe(x, p, config, exchange=exchange, engine=engine),
+            x,
+            p,
+            has_aux=True,
         )
         return (y, stats), pull(dy)
 
     with jax.set_mesh(on):
-        at = spec(mesh, TOKENS)
-        outputs, grads = jax.jit(both)(*put(on, (at, moax.param_specs(config), at), (x, params, jnp.asarray(dy))))
+        layout = spec(mesh, TOKENS)
+        outputs, grads = jax.jit(both)(
+            *put(on, (layout, moax.param_specs(config), layout), (x, params, jnp.asarray(dy)))
+        )
     assert want.stats["dropped"] > 0
     check((outputs, grads), want, MESH)
 
@@ -162,7 +169,10 @@ def test_nan_stays_with_its_token(recipe, mesh, exchange):
 
 def stacked(config, layers):
     """The parameters of `layers` blocks, stacked along a leading dim."""
-    return jax.tree.map(lambda *v: jnp.stack(v), *(make_params(config, seed) for seed in range(layers)))
+    return jax.tree.map(
+        lambda *v: jnp.stack(v),
+        *(make_params(config, seed) for seed in range(layers)),
+    )
 
 
 POLICIES = {
@@ -178,7 +188,8 @@ def layers_by_numpy(x, params, layers):
     inputs = [np.asarray(x, np.float64)]
     for p in each:
         inputs.append(inputs[-1] + block_by_numpy(inputs[-1], p, CONFIG, np.zeros(x.shape)).y)
-    dx, grads = 2 * inputs[-1] / x.size, []
+    dx = 2 * inputs[-1] / x.size
+    grads = []
     for p, into in zip(each[::-1], inputs[-2::-1], strict=True):
         result = block_by_numpy(into, p, CONFIG, dx)
         dx = dx + result.dx
@@ -193,7 +204,8 @@ def layers_by_numpy(x, params, layers):
 )  # fmt: skip
 def test_scan_remat_and_names(way, policy):
     """Breaks if what backward needs is not a value: recomputed, or saved by name, it must give the same gradients."""
-    params, x = stacked(CONFIG, 3), jnp.asarray(random(1, T, CONFIG.d_model))
+    params = stacked(CONFIG, 3)
+    x = jnp.asarray(random(1, T, CONFIG.d_model))
 
     def loss(x, params):
         layer = lambda x, p: (x + moax.moe(x, p, CONFIG)[0], None)  # noqa: E731
@@ -212,7 +224,8 @@ def test_scan_remat_and_names(way, policy):
 
 def test_names_spare_the_products():
     """Breaks if the exported names do not cover what backward needs, so that saving them still recomputes forward."""
-    x, params = jnp.asarray(random(1, T, CONFIG.d_model)), make_params(CONFIG)
+    x = jnp.asarray(random(1, T, CONFIG.d_model))
+    params = make_params(CONFIG)
 
     def products(policy):
         f = jax.checkpoint(lambda x, p: moax.moe(x, p, CONFIG)[0], policy=policy)
@@ -222,7 +235,8 @@ def test_names_spare_the_products():
     policies = jax.checkpoint_policies
     saved = products(policies.save_only_these_names(*moax.CHECKPOINT_NAMES))
     assert saved <= products(policies.everything_saveable) + 1  # the router's logits
-    assert saved <= products(policies.nothing_saveable) - 1  # x wi; a wo is needed by nothing in backward
+    # x wi is saved; nothing in backward needs a wo.
+    assert saved <= products(policies.nothing_saveable) - 1
 
 
 @pytest.mark.more
@@ -243,7 +257,8 @@ def test_training_step_with_donation():
         results = []
         for donate in ((), (0, 1)):
             run = jax.jit(step, donate_argnums=donate)
-            p, s = jax.tree.map(jnp.copy, params), optimizer.init(params)
+            p = jax.tree.map(jnp.copy, params)
+            s = optimizer.init(params)
             for _ in range(3):
                 p, s = run(p, s, placed)
             results.append(jax.tree.map(np.asarray, p))
@@ -268,7 +283,11 @@ def test_upstream_configurations(name):
     config = moax.MoEConfig(64, 128, 8, 2, **UPSTREAM[name])
     params = make_params(config)
     # As there, parameters of experts are bf16: the reference computes with the same, in float32.
-    params = dataclasses.replace(params, wi=params.wi.astype(jnp.bfloat16), wo=params.wo.astype(jnp.bfloat16))
+    params = dataclasses.replace(
+        params,
+        wi=params.wi.astype(jnp.bfloat16),
+        wo=params.wo.astype(jnp.bfloat16),
+    )
     if config.router.bias:
         params = dataclasses.replace(params, router_bias=jnp.array([5.0, -5.0] * 4))
     x = jnp.asarray(random(1, 16, 32, 64)).astype(jnp.bfloat16)
@@ -305,14 +324,20 @@ def test_aux_loss_alone_reaches_the_router():
         args = put(on, (spec("2x4", TOKENS), moax.param_specs(config)), (x, params))
         loss, got = jax.jit(jax.value_and_grad(lambda p: moax.moe(args[0], p, config)[1].aux_loss))(args[1])
     want = block_by_numpy(x, params, config, np.zeros(x.shape), d_losses=(1, 0))
-    assert rel_norm(got.router, want.dparams["router"]) < 5e-6 and np.abs(np.asarray(got.router)).max() > 0
+    assert rel_norm(got.router, want.dparams["router"]) < 5e-6
+    assert np.abs(np.asarray(got.router)).max() > 0
     np.testing.assert_allclose(loss, want.stats["aux_loss"], rtol=2e-6)
     assert not np.asarray(got.wi).any()
 
 
 def error_of(**changes):
-    given = dict(x=jnp.zeros((T, 32)), params=make_params(CONFIG), config=CONFIG) | changes
-    return moax.moe(given.pop("x"), given.pop("params"), given.pop("config"), **given)
+    arguments = dict(x=jnp.zeros((T, 32)), params=make_params(CONFIG), config=CONFIG) | changes
+    return moax.moe(
+        arguments.pop("x"),
+        arguments.pop("params"),
+        arguments.pop("config"),
+        **arguments,
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,9 +352,17 @@ def error_of(**changes):
             )
             for shape in ((32,), (32, 4), ())
         ],
-        (dict(x=jnp.zeros((T, 32), jnp.int32)), ValueError, "x has dtype int32; it must be floating point"),
+        (
+            dict(x=jnp.zeros((T, 32), jnp.int32)),
+            ValueError,
+            "x has dtype int32; it must be floating point",
+        ),
         (dict(params={}), ValueError, "params is a dict; it must be a moax.MoEParams"),
-        (dict(params=dataclasses.replace(make_params(CONFIG), wo=None)), ValueError, "params.wo is None"),
+        (
+            dict(params=dataclasses.replace(make_params(CONFIG), wo=None)),
+            ValueError,
+            "params.wo is None",
+        ),
         (dict(recipe="fp4"), ValueError, "recipe='fp4'.*'fp8_block'"),
         (dict(exchange="carrier_pigeon"), ValueError, "exchange='carrier_pigeon'.*'all_gather'"),
         (dict(engine="gspmd"), ValueError, "engine='gspmd'.*'shard_map'"),
@@ -346,39 +379,65 @@ def test_errors(changes, kind, says):
 
 def test_errors_on_a_mesh():
     """Breaks if sizes, layouts or choices that the mesh cannot run surface as something else than their names."""
-    x, params = jnp.zeros((T, 32)), make_params(CONFIG)
+    x = jnp.zeros((T, 32))
+    params = make_params(CONFIG)
     with jax.set_mesh(make_mesh("2x4")):
-        with pytest.raises(ValueError, match=r"x: its 100 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8"):
+        with pytest.raises(
+            ValueError,
+            match=r"x: its 100 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8",
+        ):
             moax.moe(x[:100], params, CONFIG)
         six = dataclasses.replace(CONFIG, num_experts=6)
         with pytest.raises(
-            ValueError, match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 4"
+            ValueError,
+            match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 4",
         ):
             moax.moe(x, moax.MoEParams(jnp.zeros((32, 6)), jnp.zeros((6, 32, 2, 48)), jnp.zeros((6, 48, 32))), six)
-        with pytest.raises(ValueError, match="params.wi: dim 0 of size 8.*16 devices|mesh axis 'ep' is named by both"):
+        with pytest.raises(
+            ValueError,
+            match="params.wi: dim 0 of size 8.*16 devices|mesh axis 'ep' is named by both",
+        ):
             moax.moe(x, params, CONFIG, axes=moax.Axes(fsdp="ep"))
     explicit = make_mesh("2x4", "explicit")
     with jax.set_mesh(explicit):
-        with pytest.raises(ValueError, match=r"x: its 12 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8"):
+        with pytest.raises(
+            ValueError,
+            match=r"x: its 12 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8",
+        ):
             moax.moe(jnp.zeros((3, 4, 32)), params, CONFIG)
-        with pytest.raises(moax.Unsupported, match="engine='custom_partitioning'.*Explicit.*'shard_map'"):
+        with pytest.raises(
+            moax.Unsupported,
+            match="engine='custom_partitioning'.*Explicit.*'shard_map'",
+        ):
             moax.moe(x, params, CONFIG, engine="custom_partitioning")
         wrong = NamedSharding(explicit, PartitionSpec(("fsdp", "ep")))
         bad = dataclasses.replace(params, wi=jax.device_put(params.wi, wrong))
-        with pytest.raises(ValueError, match="params.wi: dim 0 is sharded over mesh axes 'fsdp', 'ep'; .*'ep' first"):
+        with pytest.raises(
+            ValueError,
+            match="params.wi: dim 0 is sharded over mesh axes 'fsdp', 'ep'; .*'ep' first",
+        ):
             moax.moe(x, bad, CONFIG)
     on = make_mesh("2x4")
     specs = (PartitionSpec(("fsdp", "ep")), PartitionSpec())
     with jax.set_mesh(on):
         inside = jax.shard_map(
-            lambda x, p: moax.moe(x, p, CONFIG)[0], in_specs=specs, out_specs=specs[0], check_vma=False
+            lambda x, p: moax.moe(x, p, CONFIG)[0],
+            in_specs=specs,
+            out_specs=specs[0],
+            check_vma=False,
         )
-        with pytest.raises(ValueError, match=r"params.wi has shape \(8, 32, 2, 48\) inside the shard_map; a shard has"):
+        with pytest.raises(
+            ValueError,
+            match=r"params.wi has shape \(8, 32, 2, 48\) inside the shard_map; a shard has",
+        ):
             inside(x, params)
         mixed = jax.shard_map(
-            lambda x, p: moax.moe(x, p, CONFIG)[0], in_specs=PartitionSpec(), out_specs=PartitionSpec(),
-            axis_names={"fsdp"}, check_vma=False,
-        )  # fmt: skip
+            lambda x, p: moax.moe(x, p, CONFIG)[0],
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names={"fsdp"},
+            check_vma=False,
+        )
         with pytest.raises(ValueError, match=r"\['fsdp'\] are Manual .* but \['ep'\] are not"):
             jax.jit(mixed)(x, params)
 
@@ -388,7 +447,9 @@ def test_gradient_of_a_shard_map_over_tp_alone(vma):
     """Breaks if JAX derives a count of the stats, as of drops, whose maximum over tp has no rule."""
     router = moax.RouterConfig(bias=True, histogram=True, aux_loss=0.1, z_loss=0.1)
     config = moax.MoEConfig(8, 16, 4, 2, router=router, capacity_factor=1.0)
-    params, x, whole = make_params(config), random(1, 6, 8), PartitionSpec()
+    params = make_params(config)
+    x = random(1, 6, 8)
+    whole = PartitionSpec()
 
     def loss(block, x, params):
         y, stats = block(x, params)
@@ -427,5 +488,6 @@ def test_backward_reads_the_parameters_themselves(recipe):
     args = make_x(config), make_params(config)
     layer = lambda x, params: moax.moe(x, params, config, recipe=recipe)[0]  # noqa: E731
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(layer, *args)[1]))(*args).jaxpr
-    inputs, weights = set(jaxpr.invars), {args[1].wi.shape, args[1].wo.shape}
+    inputs = set(jaxpr.invars)
+    weights = {args[1].wi.shape, args[1].wo.shape}
     assert not [v.aval for v in jaxpr.outvars if v not in inputs and v.aval.shape in weights]

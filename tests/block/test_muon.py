@@ -19,7 +19,9 @@ optax = pytest.importorskip("optax")
 contrib = pytest.importorskip("optax.contrib")
 
 CONFIG = moax.MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2)
-APART, TOGETHER = 3, (2, 3)  # the output dims of wi [E, H, 2, F]: F, or gate and up as one matrix
+# The output dims of wi [E, H, 2, F] are F, or gate and up as one matrix.
+APART = 3
+TOGETHER = (2, 3)
 
 
 def muon(columns=APART):
@@ -51,17 +53,17 @@ def collectives(fsdp_dim: str, way: str, columns=APART) -> list[inspect.Collecti
 @pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
 def test_split_experts_need_no_collective(way, columns):
     """Breaks if `fsdp_dim="experts"` splits a matrix, or XLA gathers the stack for the batch of matrices."""
-    found = collectives("experts", way, columns)
-    assert not found, inspect.table(found)
+    traffic = collectives("experts", way, columns)
+    assert not traffic, inspect.table(traffic)
 
 
 @pytest.mark.loose
 def test_split_matrices_are_gathered():
     """Breaks if a step on split matrices, which must gather them, shows no collective: the test above then sees none by
     blindness."""
-    found = collectives("model", "custom_partitioning")
-    assert {c.axes for c in found if c.kind == "all-gather"} == {("fsdp",)}
-    assert inspect.total_bytes(found) > CONFIG.num_experts * CONFIG.d_model * CONFIG.d_ff
+    traffic = collectives("model", "custom_partitioning")
+    assert {c.axes for c in traffic if c.kind == "all-gather"} == {("fsdp",)}
+    assert inspect.total_bytes(traffic) > CONFIG.num_experts * CONFIG.d_model * CONFIG.d_ff
 
 
 @pytest.mark.loose

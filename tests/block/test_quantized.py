@@ -32,14 +32,31 @@ from support.oracle.block import block as block_by_numpy
 
 # 160 and 192 are no multiples of a block: of 128 each dim ends in an edge block, and of wi [160, 2, 192], whose columns
 # are one dim of 384, the second block lies over the end of the gate and the start of the up projection.
-CONFIG = moax.MoEConfig(d_model=160, d_ff=192, num_experts=4, top_k=2, use_bias=True, shared_d_ff=64)
-GROUP = Recipe(Format(block=None, by_group=True), Format(block=None), Format("e5m2", None, by_group=True))
+CONFIG = moax.MoEConfig(
+    d_model=160,
+    d_ff=192,
+    num_experts=4,
+    top_k=2,
+    use_bias=True,
+    shared_d_ff=64,
+)
+GROUP = Recipe(
+    Format(block=None, by_group=True),
+    Format(block=None),
+    Format("e5m2", None, by_group=True),
+)
 HALF = Recipes(wi="fp8_block")
 ALL = {
-    **RECIPES, "group": GROUP, "wi": HALF, "wo": Recipes(wo="fp8_block"), "two": Recipes("mxfp8", "fp8_block"),
-    "tensor": Recipes("fp8_block", "fp8_tensor"), "wire": Recipe(None, None, None, wire=Format(block=32, scale="pow2")),
-}  # fmt: skip
-PLAIN_Y, PLAIN_GRAD = 0.08, {"fp8_tensor": 0.20, "group": 0.20}
+    **RECIPES,
+    "group": GROUP,
+    "wi": HALF,
+    "wo": Recipes(wo="fp8_block"),
+    "two": Recipes("mxfp8", "fp8_block"),
+    "tensor": Recipes("fp8_block", "fp8_tensor"),
+    "wire": Recipe(None, None, None, wire=Format(block=32, scale="pow2")),
+}
+PLAIN_Y = 0.08
+PLAIN_GRAD = {"fp8_tensor": 0.20, "group": 0.20}
 
 
 @functools.cache
@@ -60,7 +77,10 @@ def check_against_plain(got, limit_y, limit):
     assert rel_norm(y.reshape(plain().y.shape), plain().y) < limit_y
     # The router's gradient is a sum of differences between experts, in which half the digits cancel.
     check_gradients(
-        dx, dataclasses.replace(dparams, router=plain().dparams["router"].astype(np.float32)), plain(), limit
+        dx,
+        dataclasses.replace(dparams, router=plain().dparams["router"].astype(np.float32)),
+        plain(),
+        limit,
     )
     assert rel_norm(dparams.router, plain().dparams["router"]) < 2 * limit
 
@@ -91,9 +111,16 @@ def test_against_full_precision(recipe):
 
 @pytest.mark.parametrize(
     ("way", "exchange"),
-    some([("explicit", "all_to_all"), ("custom_partitioning", "all_gather"), ("custom_partitioning", "all_to_all"),
-          ("explicit", "all_gather")], 2),
-)  # fmt: skip
+    some(
+        [
+            ("explicit", "all_to_all"),
+            ("custom_partitioning", "all_gather"),
+            ("custom_partitioning", "all_to_all"),
+            ("explicit", "all_gather"),
+        ],
+        2,
+    ),
+)
 def test_quantized_wire(way, exchange):
     """Breaks if rows that travel quantized lose more than one rounding to e4m3, or their ids or weights are touched."""
     got = run("wire", way, "2x4", exchange=exchange)
@@ -107,7 +134,13 @@ def test_in_passes(recipe):
     """Breaks if passes are quantized otherwise than rows are: y and dx of block scales are those of one pass;
     gradients of weights, whose blocks run over rows of a pass, stay within the bounds of the method. The ranks of a
     recipe of whole tensors all reduce a maximum in each pass, so that they would wait for each other for ever."""
-    (y, stats), (dx, dparams) = run(recipe, "custom_partitioning", "2x4", exchange="all_to_all", buffer_factor=0.1)
+    (y, stats), (dx, dparams) = run(
+        recipe,
+        "custom_partitioning",
+        "2x4",
+        exchange="all_to_all",
+        buffer_factor=0.1,
+    )
     assert int(stats.rounds) > 2
     check_against_plain(((y, stats), (dx, dparams)), PLAIN_Y, PLAIN_GRAD.get(recipe, 0.14))
     want = expected(CONFIG, ALL[recipe], "2x4")
@@ -120,11 +153,20 @@ def test_what_crosses():
     bytes does not know which is which."""
     config = moax.MoEConfig(256, 384, 8, 2)
     mesh = make_mesh("2x4")
-    found = inspect.weight_gathers(inspect.inspect_block(config, tokens=64, recipe=HALF, mesh=mesh, backward=False))
-    large = {(c.dtype, c.size) for c in found if c.size > 10_000}
+    traffic = inspect.weight_gathers(
+        inspect.inspect_block(
+            config,
+            tokens=64,
+            recipe=HALF,
+            mesh=mesh,
+            backward=False,
+        )
+    )
+    large = {(c.dtype, c.size) for c in traffic if c.size > 10_000}
     assert large == {("uint8", 2 * 256 * 768), ("bfloat16", 2 * 384 * 256)}
-    made = estimate.estimate(config, {"fsdp": 2, "ep": 4}, 8, recipe=HALF, kernels="xla")
-    assert made.wire_bytes("gather_weight") == 2 * inspect.total_bytes(found)  # backward gathers again
+    estimated = estimate.estimate(config, {"fsdp": 2, "ep": 4}, 8, recipe=HALF, kernels="xla")
+    # Backward gathers again.
+    assert estimated.wire_bytes("gather_weight") == 2 * inspect.total_bytes(traffic)
     both = (None, Recipes(wo="fp8_block"), "fp8_block")
     slow, half, fast = (estimate.estimate(config, {"fsdp": 8}, 512, recipe=r).times["products"] for r in both)
     assert fast < half < slow
@@ -136,17 +178,21 @@ def test_no_device_asks_another_for_a_maximum():
     config = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
     counts = {}
     for name, recipe in (("group", GROUP), ("tensor", "fp8_tensor")):
-        found = inspect.inspect_block(config, tokens=64, recipe=recipe, mesh=make_mesh("8x1"))
-        counts[name] = len([c for c in found if c.kind == "all-reduce" and c.size == 1])
+        traffic = inspect.inspect_block(config, tokens=64, recipe=recipe, mesh=make_mesh("8x1"))
+        counts[name] = len([c for c in traffic if c.kind == "all-reduce" and c.size == 1])
     assert counts["group"] < counts["tensor"] - 4, counts
 
 
 def test_an_expert_has_its_own_scale():
     """Breaks if rows of one expert make those of another coarser, as one scale for all of them does."""
-    sizes, x = jnp.array([3, 0, 4], jnp.int32), random(0, 8, 32)
-    x[0], x[7] = x[0] * 1e6, np.nan
+    sizes = jnp.array([3, 0, 4], jnp.int32)
+    x = random(0, 8, 32)
+    x[0] = x[0] * 1e6
+    x[7] = np.nan
     for form, fine in ((GROUP, True), (RECIPES["fp8_tensor"], False)):
-        rows = np.asarray(dequantize(by_xla(jnp.asarray(x), form, "x", find_unblocked(sizes, 1, 8))[0]))
+        rows = np.asarray(
+            dequantize(by_xla(jnp.asarray(x), form, "x", find_unblocked(sizes, 1, 8))[0]),
+        )
         error = np.abs(rows[3:7] - x[3:7]).max()
         assert (error < 0.2) == fine, f"{error} with by_group={fine}"
         assert np.all(rows[7] == 0), "padding of no group"
@@ -161,18 +207,24 @@ def test_the_kernel_scales_as_xla_does():
     assert supports_fp8(GROUP)
     x = jnp.asarray(random(1, 384, 64) * np.repeat([1e3, 1, 1], 128)[:, None], jnp.bfloat16)
     sizes = jnp.array([70, 0, 128], jnp.int32)
-    made = interpret(lambda x, s: hopper.quantize_for_matmul(x, GROUP, "x", find_groups(s, 128, 384)), x, sizes)
+    results = interpret(
+        lambda x, s: hopper.quantize_for_matmul(x, GROUP, "x", find_groups(s, 128, 384)),
+        x,
+        sizes,
+    )
     want, _ = by_xla(x, GROUP, "x", find_unblocked(sizes, 128, 384))
-    got = made[0].data.astype(np.float32) * np.asarray(made[0].scale).T
-    turned = made[1].data.astype(np.float32).T * np.repeat(np.asarray(made[1].scale)[:, :64], 128, axis=0)
+    got = results[0].data.astype(np.float32) * np.asarray(results[0].scale).T
+    turned = results[1].data.astype(np.float32).T * np.repeat(np.asarray(results[1].scale)[:, :64], 128, axis=0)
     for rows in (got, turned):
         np.testing.assert_array_equal(rows[:256], np.asarray(dequantize(want))[:256])
 
 
 def test_dense():
     """Breaks if a dense layer, whose rows are one group, does not scale all rows of a device together."""
-    x, w = jnp.asarray(random(2, 16, 32)), jnp.asarray(random(3, 32, 24))
+    x = jnp.asarray(random(2, 16, 32))
+    w = jnp.asarray(random(3, 32, 24))
     tensor = Recipe(Format(block=None), Format(block=None), Format("e5m2", None))
     run = lambda recipe: jax.vjp(lambda x, w: ops.dense(x, w, recipe=recipe), x, w)  # noqa: E731
-    (y, pull), (want, pull_want) = run(GROUP), run(tensor)
+    y, pull = run(GROUP)
+    want, pull_want = run(tensor)
     jax.tree.map(np.testing.assert_array_equal, (y, pull(y)), (want, pull_want(want)))

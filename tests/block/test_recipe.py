@@ -13,7 +13,8 @@ import moax
 from moax import Format, Recipe, Recipes
 from moax.recipe import FULL, RECIPES, get_recipe, get_recipes
 
-BLOCK, MX = Format(block=128), Format(block=32, scale="e8m0")
+BLOCK = Format(block=128)
+MX = Format(block=32, scale="e8m0")
 TENSOR = Format(block=None)
 
 
@@ -43,7 +44,10 @@ def test_a_recipe_is_taken_as_it_is():
 @pytest.mark.parametrize("recipe", ["fp8", "", 8, [], Format()], ids=repr)
 def test_unknown_recipes(recipe):
     """Breaks if a misspelt recipe trains unquantized, or if the message does not list the names."""
-    with pytest.raises(ValueError, match="recipe=.* must be None, a Recipe, or one of 'fp8_block', 'mxfp8', 'fp8_t"):
+    with pytest.raises(
+        ValueError,
+        match="recipe=.* must be None, a Recipe, or one of 'fp8_block', 'mxfp8', 'fp8_t",
+    ):
         get_recipe(recipe)
 
 

@@ -22,7 +22,8 @@ H, F, E, T = 12, 10, 8, 96
 
 def config_of(router=None, **options):
     return MoEConfig(
-        **{**dict(d_model=H, d_ff=F, num_experts=E, top_k=2), **options}, router=RouterConfig(**(router or {}))
+        **{**dict(d_model=H, d_ff=F, num_experts=E, top_k=2), **options},
+        router=RouterConfig(**(router or {})),
     )
 
 
@@ -62,33 +63,42 @@ CASES = {
 def test_every_option(name):
     """Breaks if an oracle is wrong: every other test of values, of gradients and of drops believes one of them."""
     config = CASES[name]
-    x, params = jnp.asarray(random(7, T, H)), make_params(config)
-    kept = np.random.default_rng(1).random((T, config.top_k)) < 0.6 if "dropped" in name else None
+    x = jnp.asarray(random(7, T, H))
+    params = make_params(config)
+    mask = np.random.default_rng(1).random((T, config.top_k)) < 0.6 if "dropped" in name else None
 
     def total(x, params):
-        y, stats = reference.moe(x, params, config, kept)
+        y, stats = reference.moe(x, params, config, mask)
         return sum(loss_of(y, stats)), (y, stats)
 
     (dx, dparams), (y, stats) = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, params)
-    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), kept=kept)
+    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), kept=mask)
     assert y.dtype == jnp.float32 and rel_norm(y, want.y) < 1e-6 and rel_norm(dx, want.dx) < 2e-6
-    assert set(want.dparams) == {f.name for f in dataclasses.fields(params) if getattr(params, f.name) is not None}
+    expected = {f.name for f in dataclasses.fields(params) if getattr(params, f.name) is not None}
+    assert set(want.dparams) == expected
     for field, value in want.dparams.items():
         assert rel_norm(getattr(dparams, field), value, per=0 if field in BY_EXPERT else None) < 2e-6, field
     losses = [want.stats[n] for n in ("aux_loss", "z_loss")]
     np.testing.assert_allclose([stats.aux_loss, stats.z_loss], losses, rtol=2e-6)
     np.testing.assert_array_equal(stats.tokens_per_expert, want.stats["tokens_per_expert"])
-    assert int(stats.dropped) == want.stats["dropped"] and (kept is None or stats.dropped > 0)
+    assert int(stats.dropped) == want.stats["dropped"] and (mask is None or stats.dropped > 0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_routing(name):
     """Breaks if experts are not in order of preference, best first, or weights not those of their experts."""
-    config, router = CASES[name], CASES[name].router
-    logits, bias = 2.0 * random(3, T, config.num_experts), random(4, config.num_experts) if router.bias else None
+    config = CASES[name]
+    router = CASES[name].router
+    logits = 2.0 * random(3, T, config.num_experts)
+    bias = random(4, config.num_experts) if router.bias else None
     experts = ops.choose_experts(logits, router, config.top_k, bias)
     weights, aux, z = ops.route_losses(logits, experts, router)
-    got = reference.route(jnp.asarray(logits), router, config.top_k, None if bias is None else jnp.asarray(bias))
+    got = reference.route(
+        jnp.asarray(logits),
+        router,
+        config.top_k,
+        None if bias is None else jnp.asarray(bias),
+    )
     np.testing.assert_array_equal(got.experts, experts)
     np.testing.assert_allclose(got.weights, weights, rtol=2e-6)
     np.testing.assert_allclose([got.aux_loss, got.z_loss], [aux, z], rtol=2e-6)
@@ -101,10 +111,18 @@ def test_activations_reach_their_clamps():
     # 200 (1 + tanh) is off by 1.3e-5 at gate = up = -20 where XLA's tanh is -1 + 6e-8.
     for name, atol in (("swiglu", 1e-6), ("geglu", 2e-5), ("swiglu_oai", 1e-6)):
         np.testing.assert_allclose(
-            reference.activate(jnp.asarray(h, jnp.float32), name), ops.activate(h, name), rtol=2e-6, atol=atol
+            reference.activate(jnp.asarray(h, jnp.float32), name),
+            ops.activate(h, name),
+            rtol=2e-6,
+            atol=atol,
         )
-    at = reference.activate(jnp.asarray([[20.0, -20.0], [20.0, -20.0]]), "swiglu_oai")
-    np.testing.assert_allclose(at, [7.0 * 8.0 / (1.0 + np.exp(-1.702 * 7.0)), 0.0], rtol=2e-6, atol=1e-6)
+    clamped = reference.activate(jnp.asarray([[20.0, -20.0], [20.0, -20.0]]), "swiglu_oai")
+    np.testing.assert_allclose(
+        clamped,
+        [7.0 * 8.0 / (1.0 + np.exp(-1.702 * 7.0)), 0.0],
+        rtol=2e-6,
+        atol=1e-6,
+    )
 
 
 def test_balanced_aux_loss_is_the_coefficient():
@@ -126,9 +144,11 @@ def test_ties_go_to_the_lower_expert():
 def test_any_leading_dims():
     """Breaks if tokens are mixed by their leading dims, or losses are means over anything but all of them."""
     config = config_of(LOSSES)
-    x, params = jnp.asarray(random(7, T, H)), make_params(config)
+    x = jnp.asarray(random(7, T, H))
+    params = make_params(config)
     run = jax.jit(reference.moe, static_argnums=2)
-    (y, stats), (cut, cut_stats) = run(x, params, config), run(x.reshape(2, 3, T // 6, H), params, config)
+    y, stats = run(x, params, config)
+    cut, cut_stats = run(x.reshape(2, 3, T // 6, H), params, config)
     np.testing.assert_array_equal(cut.reshape(T, H), y)
     np.testing.assert_array_equal(cut_stats.aux_loss, stats.aux_loss)
 

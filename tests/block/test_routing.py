@@ -20,9 +20,13 @@ from support.block import BASE, MESH, ONE_DEVICE, cotangent, loss_of, make_x
 
 V4 = moax.RouterConfig("sqrt_softplus", scale=1.5, bias=True, aux_loss=1e-2, z_loss=1e-3)
 CONFIG = dataclasses.replace(BASE, router=V4)
-X, PARAMS = make_x(CONFIG), make_params(CONFIG)
-LEADING, TOKENS_ = X.shape[:-1], X[..., 0].size
-IDS = np.stack([np.random.default_rng(t).permutation(8)[:2] for t in range(TOKENS_)]).astype(np.int32)
+X = make_x(CONFIG)
+PARAMS = make_params(CONFIG)
+LEADING = X.shape[:-1]
+TOKENS_ = X[..., 0].size
+IDS = np.stack([np.random.default_rng(t).permutation(8)[:2] for t in range(TOKENS_)]).astype(
+    np.int32,
+)
 WEIGHTS = np.abs(random(3, TOKENS_, 2)) + 0.1
 
 
@@ -40,20 +44,37 @@ def wanted(experts, weights=None):
 
 def found(way, ids, weights=None, **options):
     """The same of `moax.moe`, of arrays [tokens, K] that lie as tokens do."""
-    at, whole = spec("2x4", TOKENS), moax.param_specs(CONFIG, mesh=make_mesh("2x4"))
-    given = [v.reshape(*LEADING, 2) for v in (ids, weights) if v is not None]
+    layout = spec("2x4", TOKENS)
+    whole = moax.param_specs(CONFIG, mesh=make_mesh("2x4"))
+    routing_arrays = [v.reshape(*LEADING, 2) for v in (ids, weights) if v is not None]
 
-    def call(x, params, *given, engine):
-        routing = given[0] if weights is None else given
-        y, stats = moax.moe(x, params, CONFIG, routing=routing, engine=engine, return_routing=True, **options)
+    def call(x, params, *chosen, engine):
+        routing = chosen[0] if weights is None else chosen
+        y, stats = moax.moe(
+            x,
+            params,
+            CONFIG,
+            routing=routing,
+            engine=engine,
+            return_routing=True,
+            **options,
+        )
         return (y, *((stats.aux_loss, stats.z_loss) if weights is None else ())), stats
 
     ones = (np.float32(1),) * 2 * (weights is None)
-    stats = moax.MoEStats(P(), P(), P(), P(), P(), moax.Routing(at, at, P(), P(), P()))
-    (y, *_), stats, grads = program(
-        way, "2x4", call, (X, PARAMS, *given), (at, whole, *[at] * len(given)), (at, *[P()] * len(ones)), stats,
-        cotangents=(cotangent(X.shape), *ones), wrt=(0, 1) + (3,) * (weights is not None),
-    )()  # fmt: skip
+    stats = moax.MoEStats(P(), P(), P(), P(), P(), moax.Routing(layout, layout, P(), P(), P()))
+    run = program(
+        way,
+        "2x4",
+        call,
+        (X, PARAMS, *routing_arrays),
+        (layout, whole, *[layout] * len(routing_arrays)),
+        (layout, *[P()] * len(ones)),
+        stats,
+        cotangents=(cotangent(X.shape), *ones),
+        wrt=(0, 1) + (3,) * (weights is not None),
+    )
+    (y, *_), stats, grads = run()
     return (y, stats), grads
 
 
@@ -64,7 +85,8 @@ def check(got, want, limit):
     np.testing.assert_array_equal(stats.tokens_per_expert, stats_want.tokens_per_expert)
     for name in ("aux_loss", "z_loss"):
         np.testing.assert_allclose(getattr(stats, name), getattr(stats_want, name), rtol=5e-6)
-    got_leaves, want_leaves = jax.tree.leaves(grads), jax.tree.leaves(grads_want)
+    got_leaves = jax.tree.leaves(grads)
+    want_leaves = jax.tree.leaves(grads_want)
     assert len(got_leaves) == len(want_leaves)
     for d, d_want in zip(got_leaves, want_leaves, strict=True):
         assert rel_norm(np.asarray(d).reshape(d_want.shape), d_want) <= limit
@@ -94,11 +116,15 @@ def test_experts_and_weights(way, options):
     (y, stats), (dx, dparams, dw) = got
     out, (dx_want, dparams_want, dw_want) = wanted(IDS, WEIGHTS)
     limit = ONE_DEVICE if way == "none" else MESH
-    assert rel_norm(y, out[0]) <= limit and rel_norm(np.asarray(dw).reshape(dw_want.shape), dw_want) <= limit
+    assert rel_norm(y, out[0]) <= limit
+    assert rel_norm(np.asarray(dw).reshape(dw_want.shape), dw_want) <= limit
     for name in ("wi", "wo", "shared_wi"):
         assert rel_norm(getattr(dparams, name), getattr(dparams_want, name)) <= limit
     assert stats.aux_loss == stats.z_loss == 0 and not np.asarray(dparams.router).any()
-    np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(IDS.reshape(-1), minlength=8))
+    np.testing.assert_array_equal(
+        stats.tokens_per_expert,
+        np.bincount(IDS.reshape(-1), minlength=8),
+    )
 
 
 @pytest.mark.more
@@ -106,7 +132,11 @@ def test_replay_gives_the_same_bits():
     """Breaks if what `return_routing` returns is not what the block used, or does not serve as `routing`."""
     run = jax.jit(lambda x, p, r: moax.moe(x, p, CONFIG, routing=r, return_routing=True))
     y, stats = run(X, PARAMS, None)
-    for routing in (stats.routing, stats.routing.experts, (stats.routing.experts, stats.routing.weights)):
+    for routing in (
+        stats.routing,
+        stats.routing.experts,
+        (stats.routing.experts, stats.routing.weights),
+    ):
         again, same = run(X, PARAMS, routing)
         np.testing.assert_array_equal(again, y)
         np.testing.assert_array_equal(same.tokens_per_expert, stats.tokens_per_expert)
@@ -127,11 +157,16 @@ def test_twins_and_no_expert():
     """Breaks if an expert that a token names twice takes two rows, of which one is lost without a word, or if E is
     taken for an expert."""
     config = dataclasses.replace(BASE, num_experts=2, router=moax.RouterConfig())
-    params, x = make_params(config), make_x(config).reshape(TOKENS_, -1)
+    params = make_params(config)
+    x = make_x(config).reshape(TOKENS_, -1)
     ids = np.tile(np.int32([[1, 1], [0, 2], [2, 2], [0, 1]]), (TOKENS_ // 4, 1))
-    weights = np.tile(np.float32([[0.25, 0.5], [0.5, 9.0], [9.0, 9.0], [0.1, 0.2]]), (TOKENS_ // 4, 1))
+    weights = np.tile(
+        np.float32([[0.25, 0.5], [0.5, 9.0], [9.0, 9.0], [0.1, 0.2]]),
+        (TOKENS_ // 4, 1),
+    )
     each = [np.float32([0, 0.75]), np.float32([0.5, 0]), np.float32([0, 0]), np.float32([0.1, 0.2])]
-    plain, by = np.tile(np.int32([[0, 1]]), (TOKENS_, 1)), np.tile(np.stack(each), (TOKENS_ // 4, 1))
+    plain = np.tile(np.int32([[0, 1]]), (TOKENS_, 1))
+    by = np.tile(np.stack(each), (TOKENS_ // 4, 1))
     want, _ = reference.moe(x, params, config, experts=jnp.asarray(plain), weights=jnp.asarray(by))
     y, stats = moax.moe(x, params, config, routing=(ids, weights))
     assert rel_norm(y, want) <= ONE_DEVICE
@@ -147,9 +182,17 @@ def test_hash_routing():
     experts = lax.top_k(jax.random.uniform(jax.random.key(0), (64, 8)), 2)[1][np.arange(TOKENS_).reshape(LEADING) % 64]
     _, stats = moax.moe(X, PARAMS, CONFIG, routing=experts, return_routing=True)
     logits = np.asarray(X, np.float64).reshape(TOKENS_, -1) @ np.asarray(PARAMS.router, np.float64)
-    scores = np.take_along_axis(np.sqrt(np.log1p(np.exp(logits))), np.asarray(experts).reshape(TOKENS_, 2), 1)
+    scores = np.take_along_axis(
+        np.sqrt(np.log1p(np.exp(logits))),
+        np.asarray(experts).reshape(TOKENS_, 2),
+        1,
+    )
     want = 1.5 * scores / scores.sum(1, keepdims=True)
-    np.testing.assert_allclose(np.asarray(stats.routing.weights).reshape(TOKENS_, 2), want, rtol=2e-6)
+    np.testing.assert_allclose(
+        np.asarray(stats.routing.weights).reshape(TOKENS_, 2),
+        want,
+        rtol=2e-6,
+    )
 
 
 @pytest.mark.loose
@@ -179,17 +222,25 @@ def test_errors(routing, says):
 def test_router_input():
     """Breaks if the router reads x where it has an input of its own (Gemma 4), or either gradient goes astray."""
     config = dataclasses.replace(BASE, use_bias=False)
-    x, params = make_x(config), make_params(config)
+    x = make_x(config)
+    params = make_params(config)
     other = jnp.asarray(random(3, *x.shape))
 
     def graded(layer, *operands):
-        loss = lambda x, other, params: sum(loss_of(*layer(x, params, config, router_input=other)))  # noqa: E731
+
+        def loss(x, other, params):
+            return sum(loss_of(*layer(x, params, config, router_input=other)))
+
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
 
     want = graded(reference.moe, x, other, params)
-    mesh, tokens = make_mesh("2x4"), spec("2x4", TOKENS)
+    mesh = make_mesh("2x4")
+    tokens = spec("2x4", TOKENS)
     with jax.set_mesh(mesh):
-        got = graded(moax.moe, *put(mesh, (tokens, tokens, moax.param_specs(config)), (x, other, params)))
+        got = graded(
+            moax.moe,
+            *put(mesh, (tokens, tokens, moax.param_specs(config)), (x, other, params)),
+        )
     for have, need in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert rel_norm(have, need) < 5e-6
     with pytest.raises(ValueError, match=r"router_input has shape \(16, 6, 31\)"):

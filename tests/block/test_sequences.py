@@ -29,7 +29,12 @@ PARAMS = make_params(CONFIG)
 B, S = 8, 20
 X = random(1, B, S, CONFIG.d_model)
 WEIGHT = np.cos(np.arange(X.size, dtype=np.float32)).reshape(X.shape)
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto, "manual_vma": AxisType.Auto}
+KINDS = {
+    "auto": AxisType.Auto,
+    "explicit": AxisType.Explicit,
+    "manual": AxisType.Auto,
+    "manual_vma": AxisType.Auto,
+}
 
 # The mesh, how x lies on it, and the axes that say so where no type does.
 EP_FIRST = Axes(tokens=(("ep", "fsdp"), "cp"))
@@ -65,7 +70,11 @@ def step_of(run, x_spec, weights, mesh, kind, constant):
     """grad of a loss of run(x, weights) and its outputs, jitted for x and weights on a mesh of this kind of axes."""
     if kind.startswith("manual"):
         run = jax.shard_map(
-            run, mesh=mesh, in_specs=(x_spec, weights), out_specs=(x_spec, P()), check_vma=kind == "manual_vma"
+            run,
+            mesh=mesh,
+            in_specs=(x_spec, weights),
+            out_specs=(x_spec, P()),
+            check_vma=kind == "manual_vma",
         )
 
     def total(x, weights):
@@ -74,16 +83,26 @@ def step_of(run, x_spec, weights, mesh, kind, constant):
         losses = 0.0 if stats is None else stats.aux_loss + stats.z_loss
         return jnp.sum(y * weight) + losses, (y, stats)
 
-    at = named(mesh, (x_spec, weights))
-    return jax.jit(jax.grad(total, (0, 1), has_aux=True), in_shardings=at, out_shardings=(at, None))
+    sharding = named(mesh, (x_spec, weights))
+    return jax.jit(
+        jax.grad(total, (0, 1), has_aux=True),
+        in_shardings=sharding,
+        out_shardings=(sharding, None),
+    )
 
 
 def moved(compiled, mesh, *columns):
     """The (kind, axes) of each collective of a balanced step that moves tokens of these numbers of columns."""
     sizes = {B * S * n // devices for n in columns for devices in (1, 2, 4, 8)}
-    found = [c for c in inspect.collectives(compiled, mesh=mesh) if not c.open_loop]
-    kinds = ("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all", "collective-broadcast")
-    return sorted((c.kind, c.axes) for c in found if c.kind in kinds and math.prod(c.shape) in sizes)
+    traffic = [c for c in inspect.collectives(compiled, mesh=mesh) if not c.open_loop]
+    kinds = (
+        "all-gather",
+        "all-to-all",
+        "collective-permute",
+        "ragged-all-to-all",
+        "collective-broadcast",
+    )
+    return sorted((c.kind, c.axes) for c in traffic if c.kind in kinds and math.prod(c.shape) in sizes)
 
 
 def case_of(name, kind):
@@ -93,7 +112,11 @@ def case_of(name, kind):
 
 
 def mesh_of(sizes, kind):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(KINDS[kind],) * len(sizes),
+    )
 
 
 def check(got, want, stats, want_stats, limit=5e-6):
@@ -101,7 +124,12 @@ def check(got, want, stats, want_stats, limit=5e-6):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert rel_norm(one, other) <= limit
     for name in ("aux_loss", "z_loss"):
-        np.testing.assert_allclose(getattr(stats, name), getattr(want_stats, name), rtol=5e-6, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(stats, name),
+            getattr(want_stats, name),
+            rtol=5e-6,
+            err_msg=name,
+        )
     np.testing.assert_array_equal(stats.tokens_per_expert, want_stats.tokens_per_expert)
     assert (int(stats.dropped), int(stats.rounds)) == (0, 1)
 
@@ -124,7 +152,14 @@ def test_moe(name, kind):
     sizes, x_spec, axes = case_of(name, kind)
     mesh = mesh_of(sizes, kind)
     weights = moax.param_specs(CONFIG, axes, mesh=mesh)
-    step = step_of(lambda x, p: moax.moe(x, p, CONFIG, axes=axes), x_spec, weights, mesh, kind, WEIGHT)
+    step = step_of(
+        lambda x, p: moax.moe(x, p, CONFIG, axes=axes),
+        x_spec,
+        weights,
+        mesh,
+        kind,
+        WEIGHT,
+    )
     with jax.set_mesh(mesh):
         operands = put(mesh, (x_spec, weights), (X, PARAMS))
         compiled = step.lower(*operands).compile()
@@ -135,14 +170,20 @@ def test_moe(name, kind):
     assert moved(compiled, mesh, CONFIG.d_model, CONFIG.top_k) == tokens
 
 
-DENSE = [("ep, fsdp x cp", "auto"), ("ep, fsdp x cp", "explicit"), ("S over ep", "explicit"), ("cp x tp", "manual")]
+DENSE = [
+    ("ep, fsdp x cp", "auto"),
+    ("ep, fsdp x cp", "explicit"),
+    ("S over ep", "explicit"),
+    ("cp x tp", "manual"),
+]
 
 
 @pytest.mark.parametrize("name, kind", some(DENSE, 1))
 def test_dense(name, kind):
     """Breaks if a dense layer moves rows whose S lies over a mesh axis, or sums a gradient over too few axes."""
     sizes, x_spec, axes = case_of(name, kind)
-    mesh, w = mesh_of(sizes, kind), random(2, CONFIG.d_model, 24)
+    mesh = mesh_of(sizes, kind)
+    w = random(2, CONFIG.d_model, 24)
     whole = moax.params.dense_spec(axes, w.shape, mesh)
     weight = np.cos(np.arange(B * S * 24, dtype=np.float32)).reshape(B, S, 24)
 
@@ -154,7 +195,8 @@ def test_dense(name, kind):
         operands = put(mesh, (x_spec, whole), (X, w))
         compiled = step.lower(*operands).compile()
         (dx, dw), (y, _) = compiled(*operands)
-    rows, d = X.reshape(-1, 32).astype(np.float64), weight.reshape(-1, 24)
+    rows = X.reshape(-1, 32).astype(np.float64)
+    d = weight.reshape(-1, 24)
     assert rel_norm(np.reshape(y, d.shape), rows @ w) <= 5e-6
     assert rel_norm(np.reshape(dx, rows.shape), d @ w.T) <= 5e-6
     assert rel_norm(dw, rows.T @ d) <= 5e-6
@@ -165,7 +207,8 @@ def test_dense(name, kind):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_sequence_parallel_of_tp(kind):
     """Breaks if S over tp, as Megatron has it between blocks, is wrong, or x and dy cross more than tp and ep."""
-    sizes, x_spec = {"fsdp": 2, "ep": 2, "tp": 2}, P(("fsdp", "ep"), "tp")
+    sizes = {"fsdp": 2, "ep": 2, "tp": 2}
+    x_spec = P(("fsdp", "ep"), "tp")
     mesh = mesh_of(sizes, kind)
     weights = moax.param_specs(CONFIG, mesh=mesh)
     step = step_of(lambda x, p: moax.moe(x, p, CONFIG), x_spec, weights, mesh, kind, WEIGHT)
@@ -177,7 +220,8 @@ def test_sequence_parallel_of_tp(kind):
     check((gradients, y), (want, want_y), stats, want_stats)
     crossed = moved(compiled, mesh, CONFIG.d_model)
     assert set(crossed) == {("all-gather", ("tp",)), ("all-gather", ("ep",))}
-    assert crossed.count(("all-gather", ("ep",))) == 2 and crossed.count(("all-gather", ("tp",))) <= 2
+    assert crossed.count(("all-gather", ("ep",))) == 2
+    assert crossed.count(("all-gather", ("tp",))) <= 2
 
 
 @pytest.mark.parametrize("kind", some(["auto", "explicit"], 1))
@@ -190,7 +234,15 @@ def test_each_token_keeps_its_own(kind):
     by = np.abs(random(5, B, S, 2))
 
     def run(x, params, ids, by, mask):
-        return moax.moe(x, params, CONFIG, axes=axes, routing=(ids, by), mask=mask, return_routing=True)
+        return moax.moe(
+            x,
+            params,
+            CONFIG,
+            axes=axes,
+            routing=(ids, by),
+            mask=mask,
+            return_routing=True,
+        )
 
     specs = (x_spec, moax.param_specs(CONFIG, axes, mesh=mesh), x_spec, x_spec, x_spec)
     with jax.set_mesh(mesh):
@@ -200,12 +252,16 @@ def test_each_token_keeps_its_own(kind):
     assert rel_norm(y, np.where(mask[..., None], want, 0)) <= 5e-6
     np.testing.assert_array_equal(stats.routing.experts, np.where(mask[..., None], ids, 8))
     np.testing.assert_array_equal(stats.routing.weights, np.where(mask[..., None], by, 0))
-    np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(ids[mask].ravel(), minlength=8))
+    np.testing.assert_array_equal(
+        stats.tokens_per_expert,
+        np.bincount(ids[mask].ravel(), minlength=8),
+    )
 
 
 def test_another_order_is_said_once(caplog, fresh_compile):
     """Breaks if a batch over (ep, fsdp) on Auto axes is moved into the order (fsdp, ep), and nothing says so."""
-    mesh, x_spec = mesh_of({"fsdp": 2, "ep": 4}, "auto"), P(("ep", "fsdp"))
+    mesh = mesh_of({"fsdp": 2, "ep": 4}, "auto")
+    x_spec = P(("ep", "fsdp"))
     operands = put(mesh, (x_spec, P()), (X, random(2, CONFIG.d_model, 24)))
     log_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING):
@@ -235,25 +291,32 @@ def test_rows_of_any_shape(shape, kind):
 
 PACKED = np.sort(np.random.default_rng(7).integers(-1, 4, (B, S)), axis=1).astype(np.int32)
 PACKED = np.where(PACKED < 0, -1, PACKED * 6 - 2 * (PACKED > 0))  # ids 0, 4, 10, 16 and padding
-NAMES = np.where(PACKED < 0, -1, PACKED * 10**8 + 7).astype(np.int32)  # the same sequences, by larger names
+# These are the same sequences, by larger names.
+NAMES = np.where(PACKED < 0, -1, PACKED * 10**8 + 7).astype(np.int32)
 
 
 def packed_loss(x, params, ids):
     """The sequence loss of packed rows in float64."""
-    logits, rows = x[ids >= 0].astype(np.float64) @ np.asarray(params.router, np.float64), 100 * np.arange(len(x))
+    logits = x[ids >= 0].astype(np.float64) @ np.asarray(params.router, np.float64)
+    rows = 100 * np.arange(len(x))
     return sequence_loss(logits, CONFIG.router, CONFIG.top_k, (rows[:, None] + ids)[ids >= 0])
 
 
-ONLY = dataclasses.replace(CONFIG, router=moax.RouterConfig(sequence_aux_loss=CONFIG.router.sequence_aux_loss))
+ONLY = dataclasses.replace(
+    CONFIG,
+    router=moax.RouterConfig(sequence_aux_loss=CONFIG.router.sequence_aux_loss),
+)
 
 
 def test_packed_rows_are_their_sequences():
     """Breaks if a packed row has another loss, gradient or count than its sequences, each a row of its own."""
     rows = [(b, PACKED[b] == one) for b in range(B) for one in np.unique(PACKED[b]) if one >= 0]
-    length = max(at.sum() for _, at in rows)
-    x, mask = np.zeros((len(rows), length, CONFIG.d_model), np.float32), np.zeros((len(rows), length), bool)
-    for i, (b, at) in enumerate(rows):
-        x[i, : at.sum()], mask[i, : at.sum()] = X[b, at], True
+    length = max(of_sequence.sum() for _, of_sequence in rows)
+    x = np.zeros((len(rows), length, CONFIG.d_model), np.float32)
+    mask = np.zeros((len(rows), length), bool)
+    for i, (b, of_sequence) in enumerate(rows):
+        x[i, : of_sequence.sum()] = X[b, of_sequence]
+        mask[i, : of_sequence.sum()] = True
 
     def total(params, x, **how):
         stats = moax.moe(x, params, ONLY, **how)[1]
@@ -270,9 +333,16 @@ def test_packed_rows_are_their_sequences():
     assert np.abs(grads.router).max() > 0 and rel_norm(grads.router, grads_apart.router) < 5e-6
 
 
-@pytest.mark.parametrize("dtype, factor, first", [
-    ("int32", 1, 100), ("uint32", 10**8, 2**31), ("int64", 2**33, 2**40), ("uint64", 2**33, 2**63), ("uint8", 1, 100)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, factor, first",
+    [
+        ("int32", 1, 100),
+        ("uint32", 10**8, 2**31),
+        ("int64", 2**33, 2**40),
+        ("uint64", 2**33, 2**63),
+        ("uint8", 1, 100),
+    ],
+)
 def test_ids_are_names(dtype, factor, first):
     """Breaks if ids of any size and dtype are other sequences, or padding: clipped, cut off, or of another sign."""
     ids = (np.where(PACKED < 0, 0, PACKED).astype(dtype) * np.asarray(factor, dtype)) + np.asarray(first, dtype)
@@ -286,8 +356,10 @@ def test_ids_are_names(dtype, factor, first):
     np.testing.assert_array_equal(*routed)
 
 
-@pytest.mark.parametrize("name, kind", some([("ep, fsdp x cp", "auto"), ("dp x cp", "manual"), ("cp x tp", "explicit"),
-                                             ("fsdp, ep", "manual_vma")], 2))  # fmt: skip
+@pytest.mark.parametrize(
+    "name, kind",
+    some([("ep, fsdp x cp", "auto"), ("dp x cp", "manual"), ("cp x tp", "explicit"), ("fsdp, ep", "manual_vma")], 2),
+)
 def test_packed_rows_on_a_mesh(name, kind):
     """Breaks if a mesh that splits packed rows gives another loss or gradient, or counts a sequence once a device."""
     sizes, x_spec, axes = case_of(name, kind)
@@ -299,7 +371,13 @@ def test_packed_rows_on_a_mesh(name, kind):
 
     if kind.startswith("manual"):
         specs = (x_spec, weights, x_spec)
-        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=kind == "manual_vma")
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
+            check_vma=kind == "manual_vma",
+        )
     with jax.set_mesh(mesh):
         operands = put(mesh, (x_spec, weights, x_spec), (X, PARAMS, NAMES))
         got, grads = jax.jit(jax.value_and_grad(run, 1))(*operands)
@@ -310,11 +388,9 @@ def test_packed_rows_on_a_mesh(name, kind):
 
 def test_rows_that_a_mesh_does_not_divide():
     """Breaks if sequences that the mesh cuts elsewhere than between rows lose their parts on other devices."""
-    mesh, x, ids = (
-        mesh_of({"fsdp": 2, "ep": 4}, "auto"),
-        X[:6, :4],
-        np.arange(24, dtype=np.int32).reshape(6, 4) % 7 // 2 - 1,
-    )
+    mesh = mesh_of({"fsdp": 2, "ep": 4}, "auto")
+    x = X[:6, :4]
+    ids = np.arange(24, dtype=np.int32).reshape(6, 4) % 7 // 2 - 1
     with jax.set_mesh(mesh):
         operands = put(mesh, (P(), moax.param_specs(ONLY, mesh=mesh), P()), (x, PARAMS, ids))
         got = jax.jit(lambda x, p, i: moax.moe(x, p, ONLY, segment_ids=i)[1].aux_loss)(*operands)

@@ -14,13 +14,33 @@ import moax
 from moax.params import DIMS, check_params, param_shapes
 
 H, F, E, S, L = 32, 48, 8, 16, 24
-FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, shared_gate=True,
-                      d_latent=L, router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True))  # fmt: skip
+FULL = moax.MoEConfig(
+    H,
+    F,
+    E,
+    2,
+    use_bias=True,
+    shared_d_ff=S,
+    shared_gate=True,
+    d_latent=L,
+    router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True),
+)
 BARE = moax.MoEConfig(H, F, E, 2, activation="silu")
 SHAPES = dict(
-    router=(H, E), wi=(E, L, 2, F), wo=(E, F, L), router_bias=(E,), logits_bias=(E,), bi=(E, 2, F), bo=(E, L),
-    shared_wi=(H, 2, S), shared_wo=(S, H), shared_gate=(H,), expert_scale=(E,), latent_down=(H, L), latent_up=(L, H),
-)  # fmt: skip
+    router=(H, E),
+    wi=(E, L, 2, F),
+    wo=(E, F, L),
+    router_bias=(E,),
+    logits_bias=(E,),
+    bi=(E, 2, F),
+    bo=(E, L),
+    shared_wi=(H, 2, S),
+    shared_wo=(S, H),
+    shared_gate=(H,),
+    expert_scale=(E,),
+    latent_down=(H, L),
+    latent_up=(L, H),
+)
 NAMES = tuple(SHAPES)
 
 
@@ -29,7 +49,11 @@ def needs(name):
 
 
 def zeros(config, dtype=jnp.float32):
-    return jax.tree.map(lambda s: jnp.zeros(s, dtype), param_shapes(config), is_leaf=lambda s: isinstance(s, tuple))
+    return jax.tree.map(
+        lambda s: jnp.zeros(s, dtype),
+        param_shapes(config),
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
 
 
 def refused(params, config, message, **options):
@@ -42,7 +66,8 @@ def test_shapes():
     assert dataclasses.asdict(param_shapes(FULL)) == SHAPES
     bare = dataclasses.asdict(param_shapes(BARE))
     assert bare == dict.fromkeys(NAMES) | dict(router=(H, E), wi=(E, H, 1, F), wo=(E, F, H))
-    assert dataclasses.asdict(param_shapes(BARE, optional=True)) == bare | dict(bi=(E, 1, F), bo=(E, H))
+    expected = bare | dict(bi=(E, 1, F), bo=(E, H))
+    assert dataclasses.asdict(param_shapes(BARE, optional=True)) == expected
 
 
 @pytest.mark.parametrize("config", [FULL, BARE], ids=["full", "bare"])
@@ -57,7 +82,10 @@ def test_parameters_that_fit(config):
 def test_any_subset_of_expert_biases(use_bias, present):
     """Breaks if expert biases must come in pairs, or if `use_bias`, which `init` alone reads, forbids them."""
     config = dataclasses.replace(FULL, use_bias=use_bias)
-    check_params(dataclasses.replace(zeros(FULL), **{n: None for n in {"bi", "bo"} - set(present)}), config)
+    check_params(
+        dataclasses.replace(zeros(FULL), **{n: None for n in {"bi", "bo"} - set(present)}),
+        config,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +98,11 @@ def test_what_does_not_fit(name):
         refused(dataclasses.replace(zeros(FULL), **{name: None}), FULL, wanted)
     if getattr(param_shapes(BARE, optional=True), name) is None:
         params = dataclasses.replace(zeros(BARE), **{name: getattr(zeros(FULL), name)})
-        refused(params, BARE, f"params.{name} is given, but the config has no such parameter; pass None")
+        refused(
+            params,
+            BARE,
+            f"params.{name} is given, but the config has no such parameter; pass None",
+        )
     for dtype in ("int32", "uint8", "bool"):
         params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(have, dtype)})
         refused(params, FULL, f"params.{name} has dtype {dtype}; it must be floating point")

@@ -23,7 +23,12 @@ MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 ROUTINGS = {"uniform": 0.0, "skewed": 0.1, "all to the first": 10.0, "all to the last": -10.0}
 EXPERTS, TOP_K = 16, 3
 WIRES = (None, Format(block=128), Format(block=32, scale="e8m0"))
-ENGINES = (("custom_partitioning", 0.7), ("shard_map", None), ("custom_partitioning", None), ("shard_map", 0.7))
+ENGINES = (
+    ("custom_partitioning", 0.7),
+    ("shard_map", None),
+    ("custom_partitioning", None),
+    ("shard_map", 0.7),
+)
 
 
 def mesh_of(name, kind=AxisType.Auto):
@@ -65,18 +70,32 @@ def exchanged(transport, engine, wire, factor, x, experts, weights):
 
 @pytest.mark.parametrize(
     ("mesh", "wire", "engine", "factor"),
-    [pytest.param(mesh, wire, *how, marks=() if mesh == "1x2" and i == w else pytest.mark.more)
-     for mesh in ("1x2", "2x2", "1x4") for w, wire in enumerate(WIRES) for i, how in enumerate(ENGINES)],
+    [
+        pytest.param(mesh, wire, *settings, marks=() if mesh == "1x2" and i == w else pytest.mark.more)
+        for mesh in ("1x2", "2x2", "1x4")
+        for w, wire in enumerate(WIRES)
+        for i, settings in enumerate(ENGINES)
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_exchange(mesh, wire, engine, factor):
     """A row in another's place, one that is missing, or one that arrived after it was read."""
     # Whole blocks of the wire that the kernels take: these quantize it and, where nothing is dropped, dequantize it.
-    on, tokens, width = mesh_of(mesh), 1024 if wire == Format(block=128) else 1003, 2880
+    on = mesh_of(mesh)
+    tokens = 1024 if wire == Format(block=128) else 1003
+    width = 2880
     rows = tokens * on.size
     weights = np.float32(1 + np.arange(rows * TOP_K).reshape(rows, TOP_K) % 3)
     x = integers(0, rows, width).astype(jnp.bfloat16)
-    check_both(on, x, [choose(1, rows, skew) for skew in ROUTINGS.values()], weights, engine, wire, factor)
+    check_both(
+        on,
+        x,
+        [choose(1, rows, skew) for skew in ROUTINGS.values()],
+        weights,
+        engine,
+        wire,
+        factor,
+    )
 
 
 def check_both(on, x, routings, weights, *how):
@@ -102,7 +121,8 @@ def compare(got, want, per_rank, shards):
             g, w = (cut(getattr(r[2], field), s) for r in (got, want))
             if field in ("rows", "experts", "weights"):
                 real = (cut(want[2].experts, s) < per_rank).any(1)
-                g, w = g[: real.sum()], w[real]
+                g = g[: real.sum()]
+                w = w[real]
             np.testing.assert_array_equal(np.float32(g), np.float32(w), err_msg=field)
 
 
@@ -116,7 +136,8 @@ def test_widths(width, dtype):
     if width * jnp.dtype(dtype).itemsize > 48 * 1024:
         pytest.skip("wider than the kernel takes")
     rows = 257 * on.size
-    x, weights = integers(1, rows, width).astype(jnp.dtype(dtype)), np.ones((rows, TOP_K), np.float32)
+    x = integers(1, rows, width).astype(jnp.dtype(dtype))
+    weights = np.ones((rows, TOP_K), np.float32)
     check_both(on, x, [choose(2, rows, 0.05)], weights, "auto", None, None)
 
 
@@ -152,7 +173,10 @@ def test_soak(mesh, rounds=10_000, tokens=512, width=1024):
     assert int(wrong) == 0 and not np.asarray(dropped).any()
 
 
-WIRED = Recipe(*(getattr(get_recipe("fp8_block"), n) for n in ("x", "w", "dy")), wire=Format(block=128))
+WIRED = Recipe(
+    *(getattr(get_recipe("fp8_block"), n) for n in ("x", "w", "dy")),
+    wire=Format(block=128),
+)
 CONFIG = moax.MoEConfig(d_model=1024, d_ff=512, num_experts=EXPERTS, top_k=TOP_K)
 
 
@@ -162,22 +186,31 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 @pytest.mark.parametrize(
     ("mesh", "recipe", "kind"),
-    spread([("1x2", "wire", KINDS[0]), ("1x2", "bf16", KINDS[1])], ("1x2", "2x1", "2x2", "1x4"), RECIPES, KINDS),
+    spread(
+        [("1x2", "wire", KINDS[0]), ("1x2", "bf16", KINDS[1])],
+        ("1x2", "2x1", "2x2", "1x4"),
+        RECIPES,
+        KINDS,
+    ),
     ids=str,
 )
 def test_block(mesh, recipe, kind):
     """Twice in a scan, rematerialized: output and gradients are all_gather's, but for the rounding of sums. Not one
     after the other: a last bit would tip which experts the second takes."""
     on = mesh_of(mesh, kind)
-    at = NamedSharding(on, P(None, ("fsdp", "ep")))
-    x, dy = (jax.device_put(random(s, 2, 640 * on.size, 1024).astype(jnp.bfloat16), at) for s in (0, 1))
+    sharding = NamedSharding(on, P(None, ("fsdp", "ep")))
+    x = jax.device_put(random(0, 2, 640 * on.size, 1024).astype(jnp.bfloat16), sharding)
+    dy = jax.device_put(random(1, 2, 640 * on.size, 1024).astype(jnp.bfloat16), sharding)
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(x, params, dy, transport):
         layer = jax.checkpoint(
             lambda x, params: moax.moe(x, params, CONFIG, recipe=RECIPES[recipe], exchange=transport)
         )
-        both = lambda x, params: lax.scan(lambda _, x: (None, layer(x, params)), None, x)[1]  # noqa: E731
+
+        def both(x, params):
+            return lax.scan(lambda _, x: (None, layer(x, params)), None, x)[1]
+
         y, pull, stats = jax.vjp(both, x, params, has_aux=True)
         return y, pull(dy), stats.tokens_per_expert
 
@@ -187,7 +220,11 @@ def test_block(mesh, recipe, kind):
         with alone():
             dirty(1 << 28)
             got, want = (jax.tree.map(np.asarray, program(x, params, dy)) for program in programs)
-    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, g), w in zip(
+        jax.tree_util.tree_leaves_with_path(got),
+        jax.tree.leaves(want),
+        strict=True,
+    ):
         assert rel_norm(np.float32(g), np.float32(w)) <= 2.0**-7, jax.tree_util.keystr(path)
 
 
@@ -195,7 +232,8 @@ def test_block(mesh, recipe, kind):
 def test_soak_of_passes(exchange, rounds=200, tokens=384):
     """Rounds of a block in one program, forward and backward, with new routing in each: a pass that reads the rows of
     another pass, or that ranks do not agree about, shows as an error in some round, or never ends."""
-    on, config = mesh_of("1x2"), moax.MoEConfig(d_model=256, d_ff=128, num_experts=EXPERTS, top_k=TOP_K)
+    on = mesh_of("1x2")
+    config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=EXPERTS, top_k=TOP_K)
 
     def step(x, params, routing, exchange, buffer_factor):
         def loss(x, params):
@@ -207,7 +245,10 @@ def test_soak_of_passes(exchange, rounds=200, tokens=384):
 
     def one(x, params, key):
         skew = jax.random.uniform(key, (), maxval=0.5) * jax.random.choice(key, jnp.array([-1, 1]))
-        routing = choose(key, tokens * on.size, skew), jax.random.uniform(key, (tokens * on.size, TOP_K))
+        routing = (
+            choose(key, tokens * on.size, skew),
+            jax.random.uniform(key, (tokens * on.size, TOP_K)),
+        )
         x = jnp.roll(x, jax.random.randint(key, (), 0, x.shape[1]), axis=1)
         grads, (y, passes) = step(x, params, routing, exchange, 0.4)
         want, (want_y, _) = step(x, params, routing, "all_gather", None)
@@ -230,6 +271,10 @@ def test_soak_of_passes(exchange, rounds=200, tokens=384):
 def test_refuses_devices_out_of_order():
     """Where the check sees the devices it names them."""
     mesh_of("1x2")
-    backwards = jax.sharding.Mesh(np.array(jax.devices()[:2])[::-1], ("ep",), axis_types=(AxisType.Auto,))
+    backwards = jax.sharding.Mesh(
+        np.array(jax.devices()[:2])[::-1],
+        ("ep",),
+        axis_types=(AxisType.Auto,),
+    )
     with jax.set_mesh(backwards), pytest.raises(moax.Unsupported, match=r"not of \[1, 0\]"):
         select_transport("one_sided", None, 256)

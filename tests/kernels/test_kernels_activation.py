@@ -25,12 +25,17 @@ from support import interpret, lower, some
 from support.activations import ACTS, grouped
 from support.activations import GATED as TAKES_GATE
 
-E4M3, E5M2, POW2 = Format(), Format("e5m2"), Format(scale="pow2")
+E4M3 = Format()
+E5M2 = Format("e5m2")
+POW2 = Format(scale="pow2")
 FALLS_BACK = {"elu", "selu", "celu", "mish"}
 NAMES = [name for name in GATED | UNGATED if name not in FALLS_BACK]
 # Blocks of 70, 128 and 20 rows, at rows 0, 128 and 256: padding in its second half, none, no second half. The last rows
 # are of no block.
-SIZES, ROWS, HALVES, BLOCKS = np.array([70, 0, 128, 20], np.int32), 512, 320, 384
+SIZES = np.array([70, 0, 128, 20], np.int32)
+ROWS = 512
+HALVES = 320
+BLOCKS = 384
 GROUPS = find_groups(jnp.asarray(SIZES), 64, ROWS)
 REAL = np.asarray(GROUPS.real)
 
@@ -50,20 +55,34 @@ def inputs(name, width):
 def check(got, want, format=None, use="dgrad", used=HALVES):
     """In `used` rows most values are what XLA makes of `want`, the others a step off; scales to bf16's rounding."""
     got = got if format else (got[:used], None)
-    real, rtol, atol = jnp.asarray(REAL[:used]), 2.0**-7, 2.0**-20
-    data, want = got[0], np.asarray(zero_rows(want[:used], real), np.float32)
+    real = jnp.asarray(REAL[:used])
+    rtol = 2.0**-7
+    atol = 2.0**-20
+    data = got[0]
+    want = np.asarray(zero_rows(want[:used], real), np.float32)
     if format is not None:
-        q = quantize_local(zero_rows(jnp.asarray(want), real), format, format.row_block(2, use))
-        want, scale = np.asarray(jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), np.float32), q.scale
+        q = quantize_local(
+            zero_rows(jnp.asarray(want), real),
+            format,
+            format.row_block(2, use),
+        )
+        want = np.asarray(jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), np.float32)
+        scale = q.scale
         by_columns = use != "wgrad"
         want, scale = (want, scale.T) if by_columns else (want.T, scale)
         data = data[:used] if by_columns else data[:, :used]
-        np.testing.assert_allclose(got[1][:, :used] if by_columns else got[1][: used // 128], scale, rtol=2.0**-7)
+        np.testing.assert_allclose(
+            got[1][:, :used] if by_columns else got[1][: used // 128],
+            scale,
+            rtol=2.0**-7,
+        )
         # 1 + tanh of gelu cancels to what float32 has of the largest value, 57344 in e5m2.
         rtol, atol = (2.0**-3, 2.0**-9) if format.dtype == "e4m3" else (2.0**-2, 2.0**-5)
-    assert data.dtype == (DTYPES[format.dtype] if format else jnp.bfloat16) and data.shape == want.shape
+    assert data.dtype == (DTYPES[format.dtype] if format else jnp.bfloat16)
+    assert data.shape == want.shape
     data = data.astype(np.float32)
-    np.testing.assert_allclose(data, want, rtol=rtol, atol=atol)  # NaN where it is, and 0 in padding
+    # A NaN stays where it is, and padding is 0.
+    np.testing.assert_allclose(data, want, rtol=rtol, atol=atol)
     assert (data == want)[~np.isnan(want)].mean() > 0.99
 
 
@@ -78,10 +97,16 @@ def test_activate(name, width, weighted, format):
     h, _, weights = inputs(name, width)
 
     def run(h, sizes, weights):
-        how = dict(gated=TAKES_GATE[name], weights=weights if weighted else None)
+        settings = dict(gated=TAKES_GATE[name], weights=weights if weighted else None)
         if format is None:
-            return kernels.activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], **how)
-        return kernels.activate_quantize(h, make_blocks(sizes, ROWS), ACTS[name], **how, format=format)
+            return kernels.activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], **settings)
+        return kernels.activate_quantize(
+            h,
+            make_blocks(sizes, ROWS),
+            ACTS[name],
+            **settings,
+            format=format,
+        )
 
     got = interpret(run, h, SIZES, weights)
     a = activate(grouped(h, name), name)
@@ -102,9 +127,22 @@ def test_gradient(name, width, tiles, of_h):
 
     def run(h, d_a, sizes, weights):
         if of_h is None:
-            return kernels.activate_grad_rows(h, d_a, make_blocks(sizes, ROWS, 64), ACTS[name], weights=weights)
+            return kernels.activate_grad_rows(
+                h,
+                d_a,
+                make_blocks(sizes, ROWS, 64),
+                ACTS[name],
+                weights=weights,
+            )
         blocks = make_blocks(sizes, ROWS)
-        return kernels.activate_grad_quantize(h, d_a, blocks, ACTS[name], weights=weights, of_h=of_h)
+        return kernels.activate_grad_quantize(
+            h,
+            d_a,
+            blocks,
+            ACTS[name],
+            weights=weights,
+            of_h=of_h,
+        )
 
     got_a, *got_d_h, inner = interpret(run, h, d_a, SIZES, weights)
     a, pull = jax.vjp(lambda h: activate(grouped(h, name), name), h)
@@ -114,9 +152,11 @@ def test_gradient(name, width, tiles, of_h):
         check(got, d_h, of_h, use, used)
     products = np.where(REAL[:, None], np.asarray(d_a, np.float64) * np.asarray(a, np.float64), 0)
     products = products.reshape(ROWS, tiles, -1)[:used]
-    want, magnitude = products.sum(-1).T, np.abs(products).sum(-1).T
+    want = products.sum(-1).T
+    magnitude = np.abs(products).sum(-1).T
     assert inner.shape == (tiles, ROWS) and inner.dtype == np.float32
-    inner, finite = inner[:, :used], np.isfinite(want)
+    inner = inner[:, :used]
+    finite = np.isfinite(want)
     np.testing.assert_array_equal(np.isfinite(inner), finite)
     assert (np.abs(inner[finite] - want[finite]) <= 2.0**-9 * magnitude[finite] + 1e-30).all()
 
@@ -129,44 +169,76 @@ def test_which_fall_back():
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    some([("swiglu", 1408), ("swiglu", 2880), (NAMES[-1], 128), *((name, 128) for name in NAMES[:-1]),
-          *(("swiglu", width) for width in (96, 768, 7168))], 3),
-)  # fmt: skip
+    some(
+        [
+            ("swiglu", 1408),
+            ("swiglu", 2880),
+            (NAMES[-1], 128),
+            *((name, 128) for name in NAMES[:-1]),
+            *(("swiglu", width) for width in (96, 768, 7168)),
+        ],
+        3,
+    ),
+)
 def test_lowers_for_cuda(name, width):
     """Breaks if Mosaic does not lower an operation that `KNOWN` says it knows, a width of a model, or one of tiles of
     32, 64 or 128 columns; or if a width does not fit in SMEM."""
-    act, gated, pow2 = activation_of(name), gates_of(name) == 2, Format("e5m2", scale="pow2")
+    act = activation_of(name)
+    gated = gates_of(name) == 2
+    pow2 = Format("e5m2", scale="pow2")
     h, d_a = (jax.ShapeDtypeStruct((512, width * n), jnp.bfloat16) for n in (1 + gated, 1))
-    sizes, weights = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((512,), jnp.float32)
-    forward, backward = [kernels.activate_rows], [(kernels.activate_grad_rows, {})]
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    weights = jax.ShapeDtypeStruct((512,), jnp.float32)
+    forward = [kernels.activate_rows]
+    backward = [(kernels.activate_grad_rows, {})]
     if width % 128 == 0:
         forward.append(kernels.activate_quantize)
         backward.append((kernels.activate_grad_quantize, dict(of_a=pow2, of_h=pow2)))
     for fn in forward:
-        run = lambda h, s, w, fn=fn: fn(h, make_blocks(s, 512), act, gated=gated, weights=w)  # noqa: E731
+
+        def run(h, s, w, fn=fn):
+            return fn(h, make_blocks(s, 512), act, gated=gated, weights=w)
+
         lower(run, h, sizes, weights)
         lower(run, h, sizes, None)
     for fn, how in backward:
-        run = lambda h, d, s, w, fn=fn, how=how: fn(h, d, make_blocks(s, 512), act, weights=w, **how)  # noqa: E731
+
+        def run(h, d, s, w, fn=fn, how=how):
+            return fn(h, d, make_blocks(s, 512), act, weights=w, **how)
+
         lower(run, h, d_a, sizes, weights)
 
 
 def test_fall_back_to_xla(caplog):
     """Breaks if an activation that the kernels do not know fails, is silently slow, or lets NaN of padding through."""
-    act, groups = activation_of("mish"), find_groups(jnp.array([70, 128], jnp.int32), 128, 256)
+    act = activation_of("mish")
+    groups = find_groups(jnp.array([70, 128], jnp.int32), 128, 256)
     real = np.asarray(groups.real)
     rng = np.random.default_rng(0)
     h = np.where(real[:, None, None], rng.normal(size=(256, 1, 64)), np.nan)
     d_a = np.where(real[:, None], rng.normal(size=(256, 64)), np.nan)
-    h, d_a, weights = jnp.asarray(h, jnp.bfloat16), jnp.asarray(d_a, jnp.bfloat16), jnp.asarray(real, jnp.float32) / 2
+    h = jnp.asarray(h, jnp.bfloat16)
+    d_a = jnp.asarray(d_a, jnp.bfloat16)
+    weights = jnp.asarray(real, jnp.float32) / 2
     log_once.cache_clear()
-    how = dict(weights=weights, amax_over=())
+    settings = dict(weights=weights, amax_over=())
     with caplog.at_level(logging.WARNING):
-        a = hopper.activate(h, act, FULL, groups, **how)
-        back, d_h, _, inner = hopper.activate_grad_quantize(h, d_a, act, Recipes(), groups, **how)
+        a = hopper.activate(h, act, FULL, groups, **settings)
+        back, d_h, _, inner = hopper.activate_grad_quantize(
+            h,
+            d_a,
+            act,
+            Recipes(),
+            groups,
+            **settings,
+        )
     wide, d_wide = (zero_rows(v, groups.real).astype(jnp.float32) for v in (h[:, 0], d_a))
     want, pull = jax.vjp(jax.nn.mish, wide)
-    for got, wanted in ((a, want / 2), (back, want / 2), (d_h.reshape(256, -1), pull(d_wide / 2)[0])):
+    for got, wanted in (
+        (a, want / 2),
+        (back, want / 2),
+        (d_h.reshape(256, -1), pull(d_wide / 2)[0]),
+    ):
         np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=2e-2, atol=1e-3)
     np.testing.assert_allclose(inner[real], (want * d_wide).sum(1)[real], rtol=2e-2, atol=2e-2)
     assert any("do not know" in r.getMessage() and "XLA computes it" in r.getMessage() for r in caplog.records)
@@ -179,7 +251,9 @@ def test_fall_back_to_xla(caplog):
 )  # fmt: skip
 def test_refuses(forward, backward, width):
     """Boxes or blocks that straddle gate and up; an h or d_a of another dtype, read as if it were bf16."""
-    blocks, act, h = make_blocks(jnp.array([128]), 128), ACTS["swiglu"], jnp.zeros((128, 256), jnp.bfloat16)
+    blocks = make_blocks(jnp.array([128]), 128)
+    act = ACTS["swiglu"]
+    h = jnp.zeros((128, 256), jnp.bfloat16)
     with pytest.raises(Unsupported, match=f"F is {width}"):
         forward(h[:, : 2 * width], blocks, act, gated=True)
     with pytest.raises(Unsupported, match="float32"):

@@ -15,7 +15,9 @@ from support import kernels_of, some
 from support.gpus import pretend
 
 CONFIG = moax.MoEConfig(256, 384, 4, 2)
-TOKENS, SORTED = 256, 1024  # 512 assignments, and the padding of 4 experts to multiples of 128
+# These are 512 assignments, and the padding of 4 experts to multiples of 128.
+TOKENS = 256
+SORTED = 1024
 SORTED_BF16 = 768  # to multiples of 64
 HOW = {"recipe": "fp8_block", "kernels": "hopper"}
 
@@ -60,12 +62,14 @@ def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
     pretend(monkeypatch)
     config = dataclasses.replace(CONFIG, d_ff=d_ff)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
-    x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED_BF16, config.d_model)
+    x = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16)
+    rows = (SORTED_BF16, config.d_model)
 
     def run(x, params):
         return jnp.sum(moax.moe(x, params, config, kernels="hopper")[0].astype(jnp.float32))
 
-    made = [v.aval.shape for eqn in kernels_of(jax.make_jaxpr(jax.grad(run))(x, params).jaxpr) for v in eqn.outvars]
-    assert made.count(rows) == 2 + 2 * sorts  # results of products: o, and the gradient of the sorted rows
-    kept = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
-    assert [v.shape for v in kept].count(rows) == sorts
+    shapes = [v.aval.shape for eqn in kernels_of(jax.make_jaxpr(jax.grad(run))(x, params).jaxpr) for v in eqn.outvars]
+    # The results of products are o, and the gradient of the sorted rows.
+    assert shapes.count(rows) == 2 + 2 * sorts
+    saved = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
+    assert [v.shape for v in saved].count(rows) == sorts

@@ -23,14 +23,18 @@ def test_copies_each_entry_once(count, sms):
     """A share that begins or ends one row off, or a batch whose last rows do not exist: rows that nobody sent, or that
     never arrive."""
     rng = np.random.default_rng(count)
-    x, words = rng.normal(size=(ROWS, 32)).astype(np.float32), rng.integers(0, 99, (ROWS, 4)).astype(np.int32)
+    x = rng.normal(size=(ROWS, 32)).astype(np.float32)
+    words = rng.integers(0, 99, (ROWS, 4)).astype(np.int32)
     source = rng.integers(0, ROWS, ENTRIES).astype(np.int32)
     source[count:] = 10**6  # void
     places = np.array([[[99], [99]], [[5], [count]]], np.int32)
-    run = lambda x, words, source, places: put_rows((x, words), source, places, 1, OUT, (), sms=sms)  # noqa: E731
+
+    def run(x, words, source, places):
+        return put_rows((x, words), source, places, 1, OUT, (), sms=sms)
+
     got = interpret(run, x, words, source, places)
-    for out, given in zip(got, (x, words), strict=True):
-        np.testing.assert_array_equal(out[5 : 5 + count], given[source[:count]])
+    for out, entries in zip(got, (x, words), strict=True):
+        np.testing.assert_array_equal(out[5 : 5 + count], entries[source[:count]])
 
 
 def test_without_a_source_row_i_is_sent():
@@ -51,8 +55,9 @@ def test_place(ends):
 
 def test_coordinates():
     """A rank whose coordinates are another's writes into a stranger's memory."""
-    found = [coordinates(jnp.int32(rank), (("a", 2), ("b", 4))) for rank in range(8)]
-    assert [(int(c["a"]), int(c["b"])) for c in found] == [(a, b) for a in range(2) for b in range(4)]
+    results = [coordinates(jnp.int32(rank), (("a", 2), ("b", 4))) for rank in range(8)]
+    expected = [(a, b) for a in range(2) for b in range(4)]
+    assert [(int(c["a"]), int(c["b"])) for c in results] == expected
 
 
 MESHES = {
@@ -65,32 +70,49 @@ MESHES = {
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("width, dtype", [(96, jnp.bfloat16), (2880, jnp.uint8), (7168, jnp.float32), (4, jnp.float32)])
+@pytest.mark.parametrize(
+    "width, dtype",
+    [(96, jnp.bfloat16), (2880, jnp.uint8), (7168, jnp.float32), (4, jnp.float32)],
+)
 def test_lowers_for_cuda(mesh, width, dtype, kind):
     """A width, or a mesh of which ep is a part, that Mosaic refuses; and no program without its replicas, which would
     fail when it runs."""
     sizes, ep = MESHES[mesh]
     on = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
-    axes, at = tuple((name, sizes[name]) for name in ep), P(tuple(sizes))
+    axes = tuple((name, sizes[name]) for name in ep)
+    layout = P(tuple(sizes))
     one = jax.ShapeDtypeStruct
     shapes = [one((on.size * 16, width), dtype), one((on.size * 16, 24), jnp.int32)]
     ranks = np.prod([sizes[name] for name in ep])
     shapes += [one((on.size * 32,), jnp.int32), one((on.size * 2, 2, ranks), jnp.int32)]
-    operands = [one(s.shape, s.dtype, sharding=NamedSharding(on, at)) for s in shapes]
+    operands = [one(s.shape, s.dtype, sharding=NamedSharding(on, layout)) for s in shapes]
     with jax.set_mesh(on):
         put = lambda *a: put_rows(a[:2], *a[2:], 0, 64, axes)  # noqa: E731
-        over = jax.jit(jax.shard_map(put, in_specs=at, out_specs=at, check_vma=False))
+        over = jax.jit(jax.shard_map(put, in_specs=layout, out_specs=layout, check_vma=False))
         text = over.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert set(re.findall(r'xla_replica_ids = "([^"]*)"', text)) == {",".join(map(str, range(on.size)))}
+    expected = {",".join(map(str, range(on.size)))}
+    assert set(re.findall(r'xla_replica_ids = "([^"]*)"', text)) == expected
     assert "multimem" not in text and "multicast" not in text
 
 
 def test_lowering_refuses_devices_out_of_order():
     """JAX's own check of the rule that `why_not_peers` names where it can see the devices."""
     devices = np.array(jax.devices()[:2])[::-1]
-    on, one = jax.sharding.Mesh(devices, ("ep",), axis_types=(AxisType.Auto,)), jnp.zeros((2, 16), jnp.int32)
-    put = lambda x: put_rows((x,), None, x[:, :4].reshape(1, 2, 2), 0, 8, (("ep", 2),))  # noqa: E731
-    over = jax.jit(jax.shard_map(put, mesh=on, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    on = jax.sharding.Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
+    one = jnp.zeros((2, 16), jnp.int32)
+
+    def put(x):
+        return put_rows((x,), None, x[:, :4].reshape(1, 2, 2), 0, 8, (("ep", 2),))
+
+    over = jax.jit(
+        jax.shard_map(
+            put,
+            mesh=on,
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+            check_vma=False,
+        )
+    )
     with pytest.raises(NotImplementedError, match="row-major device ids"):
         over.trace(one).lower(lowering_platforms=("cuda",))
 

@@ -27,27 +27,31 @@ def test_copies(rows, columns, width, column, dtype):
     """Breaks if a chunk of a row is copied from or to another place than its own in the swizzle, if a row without a
     source, a column past the end, or a row past the real ones or past the last source is not 0, or if a warp takes the
     sources of another."""
-    x, size = np.random.default_rng(0).integers(1, 1 << 7 * dtype(0).nbytes, (9, width)).astype(dtype), dtype(0).nbytes
+    x = np.random.default_rng(0).integers(1, 1 << 7 * dtype(0).nbytes, (9, width)).astype(dtype)
+    size = dtype(0).nbytes
     source = np.random.default_rng(1).integers(0, 9, 3 * rows).astype(np.int32)
     source[[rows, rows + 5]] = (9, 1000)
 
     def load(at):
         return source[at // 4]
 
-    real, code = rows - 9, gather._SOURCE.format(each=rows // 4, end=2 * rows - 5)
+    real = rows - 9
+    code = gather._SOURCE.format(each=rows // 4, end=2 * rows - 5)
     taken = run_ptx(code, (0, 0, rows, real), on_load=load)["$0"]
-    stage, given = np.full(size * rows * columns, 255, np.uint8), x.view(np.uint8).ravel()
+    stage = np.full(size * rows * columns, 255, np.uint8)
+    source_bytes = x.view(np.uint8).ravel()
 
     def copy(to, start, chunk, size):
         for to_, start_, size_ in zip(to, start, size, strict=True):
             stage[to_ : to_ + chunk] = 0
-            stage[to_ : to_ + size_] = given[start_ : start_ + size_]
+            stage[to_ : to_ + size_] = source_bytes[start_ : start_ + size_]
 
     lines = columns * size // 128
     run_ptx(gather._copies(rows // 4, lines, x.shape, size), (0, taken, 0, column), on_copy=copy)
     tiles = stage.reshape(rows // 8, lines, 8, 8, 16)
     inside = np.arange(8)
-    plain = tiles[:, :, inside[:, None], inside[None] ^ inside[:, None]]  # chunk c of row r lies at c ^ (r % 8)
+    # Chunk c of row r lies at c ^ (r % 8).
+    plain = tiles[:, :, inside[:, None], inside[None] ^ inside[:, None]]
     got = plain.transpose(0, 2, 1, 3, 4).reshape(rows, size * columns).view(dtype)
     taken_rows = np.where(np.arange(rows) < real, np.minimum(source[rows : 2 * rows], 9), 9)
     whole = np.pad(x, ((0, 1), (0, columns)))[taken_rows]
@@ -85,12 +89,16 @@ def test_products_that_gather(draws, widths):
     or group, a stage that is read before its rows are there or written before they are used, padding or rows without a
     source that are not 0, or a token that no row refers to, which is NaN here. The last group ends where the rows
     end."""
-    local, (width, columns), tokens = implementation("hopper"), widths, 500
+    local = implementation("hopper")
+    width, columns = widths
+    tokens = 500
     experts = len(next(iter(draws.values())))
     num_rows = max(sum(-(-n // HALF) * HALF for n in sizes) for sizes in draws.values())
-    x, beside = (random(i, n, w).astype(jnp.bfloat16) for i, n, w in ((0, tokens, width), (2, num_rows, columns)))
+    x = random(0, tokens, width).astype(jnp.bfloat16)
+    beside = random(2, num_rows, columns).astype(jnp.bfloat16)
     x[0] = np.nan
-    w, turned = (random(1, experts, *dims).astype(jnp.bfloat16) for dims in ((width, columns), (columns, width)))
+    w = random(1, experts, width, columns).astype(jnp.bfloat16)
+    turned = random(1, experts, columns, width).astype(jnp.bfloat16)
     total = random(3, experts, width, columns)
 
     @jax.jit
@@ -99,7 +107,10 @@ def test_products_that_gather(draws, widths):
 
         def of(rows, w, turned, beside, total):
             beside = zero_rows(beside, groups.real)
-            wgrad = lambda x, dy, **how: local.wgrad(x, dy, groups, jnp.bfloat16, **how)  # noqa: E731
+
+            def wgrad(x, dy, **how):
+                return local.wgrad(x, dy, groups, jnp.bfloat16, **how)
+
             forward = local.matmul(rows, w, groups, jnp.bfloat16)
             dgrad = local.matmul(rows, turned, groups, jnp.bfloat16, transpose=True)
             return (
@@ -120,11 +131,11 @@ def test_products_that_gather(draws, widths):
 
     for sizes in draws.values():
         source = np.full(num_rows, tokens, np.int32)
-        for first, n in zip(first_rows(sizes, HALF)[0], sizes, strict=True):
-            source[first : first + n] = np.random.default_rng(n).integers(1, tokens, n)
+        for start, n in zip(first_rows(sizes, HALF)[0], sizes, strict=True):
+            source[start : start + n] = np.random.default_rng(n).integers(1, tokens, n)
         source[np.flatnonzero(source < tokens)[:1]] = tokens + 7  # a real row without a source
         for _ in range(3):  # a race need not show at once
-            found = products(np.int32(sizes), source, x, w, turned, beside, total)
-            for want, *got in zip(*found, strict=True):
+            results = products(np.int32(sizes), source, x, w, turned, beside, total)
+            for want, *got in zip(*results, strict=True):
                 for value in got:
                     np.testing.assert_array_equal(np.float32(value), np.float32(want))

@@ -24,7 +24,10 @@ from support import ROOT, lower, some
 
 sys.path.append(str(ROOT / "scripts"))
 MODELS = importlib.import_module("h200_kernels")
-BF16, F32, I32, F8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.float8_e4m3fn
+BF16 = jnp.bfloat16
+F32 = jnp.float32
+I32 = jnp.int32
+F8 = jnp.float8_e4m3fn
 
 
 def wgrad(sizes, x, dy, scales, total, *, tile, dtype):
@@ -36,8 +39,15 @@ def wgrad(sizes, x, dy, scales, total, *, tile, dtype):
 def others():
     """Yields (name, function, operands as a tree of (shape, dtype)) of cases that no model of `h200_kernels` has."""
     rows = lambda x, s, **how: quantize.quantize_rows(x, make_blocks(s, 512), **how)  # noqa: E731
-    fewer = ({}, dict(rows=False, format=Format(scale="pow2")), dict(columns=False, format=Format("e5m2")))
-    weight = [dict(transposed=False, format=Format(scale="pow2")), dict(transposed=True, format=Format("e5m2"))]
+    fewer = (
+        {},
+        dict(rows=False, format=Format(scale="pow2")),
+        dict(columns=False, format=Format("e5m2")),
+    )
+    weight = [
+        dict(transposed=False, format=Format(scale="pow2")),
+        dict(transposed=True, format=Format("e5m2")),
+    ]
     for width, dtype in itertools.product((2880, 96, 1408, 7168), (BF16, F32)):
         for i in range(3):
             x = ((512, width), dtype)
@@ -48,7 +58,10 @@ def others():
                 fn = functools.partial(quantize.quantize_weight, **weight[i])
                 yield f"quantize_weight {width} {dtype.__name__} {i}", fn, (((2, width, 2880), dtype),)
     for width, dtype in itertools.product((96, 4096, 7168), (F32, jnp.uint8)):
-        gather = lambda x, source, sizes: permute.gather_rows(x, source, make_blocks(sizes, 1024))  # noqa: E731
+
+        def gather(x, source, sizes):
+            return permute.gather_rows(x, source, make_blocks(sizes, 1024))
+
         yield f"gather_rows {width} {dtype.__name__}", gather, (((640, width), dtype), ((1024,), I32), ((3,), I32))
         for terms in (1, 16) if dtype == F32 else ():
             operands = ((640, width), BF16), ((300, terms), I32), ((300, terms), F32)
@@ -56,7 +69,10 @@ def others():
             yield f"gather_sum {width} {terms} alike", permute.gather_sum, (((640, width), F32), *operands[1:2])
     for experts, top_k in ((64, 6), (32, 4), (128, 8)):
         yield f"top_k_rows {experts} odd", functools.partial(plan.top_k_rows, top_k=top_k), (((8191, experts), F32),)
-    for (tokens, top_k, groups), parted in itertools.product(((8191, 8, 128), (65536, 8, 16), (64, 2, 8)), (0, 1)):
+    for (tokens, top_k, groups), parted in itertools.product(
+        ((8191, 8, 128), (65536, 8, 16), (64, 2, 8)),
+        (0, 1),
+    ):
         fn = functools.partial(MODELS.place_assignments, groups=groups)
         operands = [
             ((tokens, top_k), I32),
@@ -65,7 +81,9 @@ def others():
         ]
         yield f"build_permutation {tokens} {parted}", fn, operands
     for op, total, dtype in itertools.product(("wgrad", "wgrad_fp8"), (False, True), (F32, BF16)):
-        fp8, k, n = op == "wgrad_fp8", 2880, 1536
+        fp8 = op == "wgrad_fp8"
+        k = 2880
+        n = 1536
         x, dy = ((((w, 1024), F8) if fp8 else ((1024, w), BF16)) for w in (k, n))
         scales = [((8, -(-w // 128) * 128), F32) for w in (k, n)] if fp8 else None
         for tile in HEURISTIC[op] if total or dtype == F32 else ():
@@ -76,7 +94,10 @@ def others():
 
 CASES = {name: (fn, operands) for name, fn, operands in (*MODELS.kernels(every_tile=False), *others())}
 TOTALS = [name for name in CASES if "total" in name]
-OTHERS = sorted((name for name in CASES if name not in TOTALS), key=lambda name: list(CASES).index(name) % 12)
+OTHERS = sorted(
+    (name for name in CASES if name not in TOTALS),
+    key=lambda name: list(CASES).index(name) % 12,
+)
 SHORT = len(TOTALS) + len(CASES) // 12
 
 

@@ -15,8 +15,10 @@ from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from support import interpret, random, rel_error, some
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-SIZES = (130, 0, 1, 128)  # two blocks, none, one of one row, one full: 512 rows and a block past the end
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
+# The groups have two blocks, none, one of one row, and a full one: 512 rows and a block past the end.
+SIZES = (130, 0, 1, 128)
 ROWS = 5 * BLOCK
 
 
@@ -34,7 +36,8 @@ def layout(align=BLOCK):
 
 
 @pytest.mark.parametrize(
-    "align, start, first", [(64, [0, 2, 3, 4], [0, 3, 3, 4, 6]), (128, [0, 2, 4, 6], [0, 4, 4, 6, 8])]
+    "align, start, first",
+    [(64, [0, 2, 3, 4], [0, 3, 3, 4, 6]), (128, [0, 2, 4, 6], [0, 4, 4, 6, 8])],
 )
 def test_blocks(align, start, first):
     """A block of the wrong group multiplies rows by another expert's weight, and one of a wrong start other rows."""
@@ -53,7 +56,8 @@ def test_blocks_hold_every_row_once(sizes, align):
     rows = sum(-(-n // align) * align for n in sizes)
     blocks = make_blocks(jnp.array(sizes, jnp.int32), rows, align)
     groups = find_groups(jnp.array(sizes, jnp.int32), align, rows)
-    group, real = np.asarray(groups.index), np.asarray(groups.real)
+    group = np.asarray(groups.index)
+    real = np.asarray(groups.real)
     held = np.zeros(rows, int)
     for i in range(int(blocks.before[-1])):
         part = slice(int(blocks.start[i]) * 64, int(blocks.start[i]) * 64 + int(blocks.rows[i]))
@@ -63,20 +67,33 @@ def test_blocks_hold_every_row_once(sizes, align):
 
 
 @pytest.mark.parametrize(
-    "transpose, cluster, align", some([(False, 1, 64), (True, 2, 128), (False, 2, 64), (True, 1, 64)], 2)
+    "transpose, cluster, align",
+    some([(False, 1, 64), (True, 2, 128), (False, 2, 64), (True, 1, 64)], 2),
 )
 def test_grouped_matmul(transpose, cluster, align):
     """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages, a bias
     whose columns end inside a tile; groups at multiples of 64, whose last blocks reach into the next group, or of 128.
     A consumer without rows stores nothing."""
     blocks, group, real = layout(align)
-    x, w = random(0, len(real), 192), random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
+    x = random(0, len(real), 192)
+    w = random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
     x[~real] = np.nan
-    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+    x = jnp.asarray(x, jnp.bfloat16)
+    w = jnp.asarray(w, jnp.bfloat16)
     tile = TileConfig(64, 2, 2, cluster)
-    bias, options = random(2, len(SIZES), 160), dict(transpose=transpose, out_dtype=jnp.float32)
-    got = interpret(lambda x, w, b: grouped_matmul(x, w, blocks, tile, bias=b, **options), x, w, bias)
-    want = np.einsum("mk,mnk->mn" if transpose else "mk,mkn->mn", np.float64(x)[real], np.float64(w)[group[real]])
+    bias = random(2, len(SIZES), 160)
+    options = dict(transpose=transpose, out_dtype=jnp.float32)
+    got = interpret(
+        lambda x, w, b: grouped_matmul(x, w, blocks, tile, bias=b, **options),
+        x,
+        w,
+        bias,
+    )
+    want = np.einsum(
+        "mk,mnk->mn" if transpose else "mk,mkn->mn",
+        np.float64(x)[real],
+        np.float64(w)[group[real]],
+    )
     assert rel_error(got[real], want + bias[group[real]]) < 1e-6
 
 
@@ -87,10 +104,14 @@ def test_waves_take_each_round_once(waves):
         edges = [int(pipeline.first_round(jnp.int32(wave), waves, jnp.int32(rounds))) for wave in range(waves + 1)]
         shares = np.diff(edges)
         assert edges[0] == 0 and edges[-1] == rounds
-        assert (shares >= 0).all() and (np.diff(shares) <= 1).all(), (rounds, shares)  # 1 is that of rounding
+        # A difference of 1 is that of rounding.
+        assert (shares >= 0).all() and (np.diff(shares) <= 1).all(), (rounds, shares)
 
 
-@pytest.mark.parametrize("op, waves, cluster", some([("wgrad", 3, 1), ("matmul", 3, 2), ("wgrad_fp8", 2, 2)], 1))
+@pytest.mark.parametrize(
+    "op, waves, cluster",
+    some([("wgrad", 3, 1), ("matmul", 3, 2), ("wgrad_fp8", 2, 2)], 1),
+)
 def test_waves_leave_the_bits(op, waves, cluster):
     """Breaks if a product differs in a bit, or a tile is left out, where its tiles are handed out in several waves."""
     blocks, _, real = layout()
@@ -98,10 +119,12 @@ def test_waves_leave_the_bits(op, waves, cluster):
     def product(waves):
         tile = TileConfig(64, 2, 2, cluster, waves=waves)
         if op == "matmul":
-            x, w = jnp.asarray(random(0, ROWS, 64), jnp.bfloat16), jnp.asarray(random(1, 4, 64, 384), jnp.bfloat16)
+            x = jnp.asarray(random(0, ROWS, 64), jnp.bfloat16)
+            w = jnp.asarray(random(1, 4, 64, 384), jnp.bfloat16)
             return interpret(lambda x, w: grouped_matmul(x, w, blocks, tile), x, w)[real]
         if op == "wgrad":
-            x, dy = (jnp.asarray(np.where(real[:, None], random(i, ROWS, 128), 0), jnp.bfloat16) for i in (0, 1))
+            x = jnp.asarray(np.where(real[:, None], random(0, ROWS, 128), 0), jnp.bfloat16)
+            dy = jnp.asarray(np.where(real[:, None], random(1, ROWS, 128), 0), jnp.bfloat16)
             return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy)
         x, dy = (KMajorFp8(quantized(i, 128, ROWS), scales(i, ROWS // BLOCK, 128)) for i in (0, 1))
         return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy, races=False)
@@ -144,9 +167,13 @@ def test_grouped_wgrad(tile, add, align):
     blocks, group, real = layout(align)
     x, dy = (np.where(real[:, None], random(i, len(real), width), 0) for i, width in enumerate((192, 128)))
     x[~real.reshape(-1, 64).any(1).repeat(64)] = np.nan
-    x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
+    x = jnp.asarray(x, jnp.bfloat16)
+    dy = jnp.asarray(dy, jnp.bfloat16)
     total = total_of(add, 192)
-    fn = lambda x, dy, total: grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32, total=total)  # noqa: E731
+
+    def fn(x, dy, total):
+        return grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32, total=total)
+
     got = interpret(fn, x, dy, total)
     want = [np.float64(x)[real & (group == g)].T @ np.float64(dy)[real & (group == g)] for g in range(len(SIZES))]
     assert rel_error(got, np.stack(want) + (total if add else 0), per=0) < 1e-6
@@ -157,7 +184,9 @@ def quantized(seed, *shape, dtype=E4M3):
 
 
 def scales(seed, *shape):
-    return jnp.asarray(np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32))
+    return jnp.asarray(
+        np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32),
+    )
 
 
 def expand(scale, *along):
@@ -167,16 +196,25 @@ def expand(scale, *along):
     return np.float64(scale)
 
 
-@pytest.mark.parametrize(("tile_n", "cluster", "dtype"), some([(192, 1, E5M2), (128, 2, E4M3), (128, 1, E4M3)], 1))
+@pytest.mark.parametrize(
+    ("tile_n", "cluster", "dtype"),
+    some([(192, 1, E5M2), (128, 2, E4M3), (128, 1, E4M3)], 1),
+)
 def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     """Each 128 x 128 block of the weight and each 1 x 128 block of a row has a scale of its own: none is mixed up."""
     blocks, group, real = layout()
     k, n = 256, 384
-    x, sx = quantized(0, ROWS, k, dtype=dtype), scales(1, k // BLOCK, ROWS)
-    w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
+    x = quantized(0, ROWS, k, dtype=dtype)
+    sx = scales(1, k // BLOCK, ROWS)
+    w = quantized(2, len(SIZES), n, k)
+    sw = scales(3, len(SIZES), n // BLOCK, k // BLOCK)
     tile = TileConfig(tile_n, 2, 2, cluster)
-    options, bias = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32), random(4, len(SIZES), n) * 1e3
-    fn = lambda x, sx, w, sw: grouped_matmul(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)  # noqa: E731
+    options = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32)
+    bias = random(4, len(SIZES), n) * 1e3
+
+    def fn(x, sx, w, sw):
+        return grouped_matmul(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)
+
     got = interpret(fn, x, sx, w, sw, races=False)
     wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
     wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
@@ -185,18 +223,23 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "consumers", "add"), some([(2, 2, False), (1, 3, True), (1, 2, True), (1, 3, False)], 1)
+    ("cluster", "consumers", "add"),
+    some([(2, 2, False), (1, 3, True), (1, 2, True), (1, 3, False)], 1),
 )
 def test_grouped_wgrad_fp8(cluster, consumers, add):
     """Each 128 rows of each column have a scale of their own, in both operands; the sum is added to a total."""
     blocks, group, real = layout()
-    x, dy = (
-        quantized(i, 128, ROWS, dtype=dtype) * jnp.asarray(real[None], dtype) for i, dtype in ((0, E4M3), (1, E5M2))
-    )
-    sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
+    x = quantized(0, 128, ROWS, dtype=E4M3) * jnp.asarray(real[None], E4M3)
+    dy = quantized(1, 128, ROWS, dtype=E5M2) * jnp.asarray(real[None], E5M2)
+    sx = scales(2, ROWS // BLOCK, 128)
+    sdy = scales(3, ROWS // BLOCK, 128)
     tile = TileConfig(64, 2, 2, cluster, consumers)
-    total, options = total_of(add), dict(out_dtype=jnp.float32)
-    fn = lambda x, sx, y, sy, t: grouped_wgrad(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, **options, total=t)  # noqa: E731
+    total = total_of(add)
+    options = dict(out_dtype=jnp.float32)
+
+    def fn(x, sx, y, sy, t):
+        return grouped_wgrad(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, **options, total=t)
+
     got = interpret(fn, x, sx, dy, sdy, total, races=False)
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]

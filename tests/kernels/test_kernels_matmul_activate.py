@@ -36,11 +36,17 @@ def test_matmul_activate(monkeypatch, name, hidden, tile):
     gates = 1 + GATED[name]
     sizes = jnp.array(SIZES, jnp.int32)
     groups = find_groups(sizes, 64, ROWS)
-    group, real = np.asarray(groups.index), np.asarray(groups.real)
-    x, w = random(0, ROWS, 128), random(1, len(SIZES), 128, gates, hidden) / 4
+    group = np.asarray(groups.index)
+    real = np.asarray(groups.real)
+    x = random(0, ROWS, 128)
+    w = random(1, len(SIZES), 128, gates, hidden) / 4
     x[~real] = np.nan
-    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
-    run = lambda x, w, sizes: grouped_matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])  # noqa: E731
+    x = jnp.asarray(x, jnp.bfloat16)
+    w = jnp.asarray(w, jnp.bfloat16)
+
+    def run(x, w, sizes):
+        return grouped_matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])
+
     h, a = interpret(run, x, w, sizes)
     want = np.einsum("mk,mkgf->mgf", np.float64(x)[real], np.float64(w)[group[real]])
     assert h.shape == (ROWS, gates, hidden) and a.shape == (ROWS, hidden)
@@ -52,7 +58,8 @@ def test_matmul_activate(monkeypatch, name, hidden, tile):
 
 def test_refuses_other_tiles():
     """Breaks if a tile straddles gate and up, or a cluster shares rows that each block would activate."""
-    x, w = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
+    x = jnp.zeros((128, 64), jnp.bfloat16)
+    w = jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
     blocks = make_blocks(jnp.array([128]), 128)
     for tile in (TileConfig(192, 4), TileConfig(256, 4, cluster=2)):
         with pytest.raises(Unsupported, match="tile_n="):
@@ -61,12 +68,16 @@ def test_refuses_other_tiles():
 
 def test_without_merged_dims_the_product_is_alone(monkeypatch):
     """Breaks if a version of JAX whose Mosaic cannot compile the kernel gets it."""
-    local, sizes = implementation("hopper"), jnp.array([100, 28], jnp.int32)
+    local = implementation("hopper")
+    sizes = jnp.array([100, 28], jnp.int32)
     groups = local.find_groups(sizes, 64, 192)
     operands = jnp.zeros((192, 128), jnp.bfloat16), jnp.zeros((2, 128, 256), jnp.bfloat16)
 
     def names():
-        product = lambda x, w: local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)  # noqa: E731
+
+        def product(x, w):
+            return local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)
+
         return str(jax.make_jaxpr(product)(*operands))
 
     assert hopper.MERGES_DIMS == ("grouped_matmul_activate" in names())
@@ -84,11 +95,17 @@ def test_without_merged_dims_the_product_is_alone(monkeypatch):
 def test_bits_are_those_of_two_kernels(name, widths):
     """Breaks if the epilogue rounds h or a in another place than the product and the activation's kernel do, or a race
     between its stores shows: on rows that lie sorted, on gathered rows, and under vmap."""
-    local, (width, hidden), act, gates = implementation("hopper"), widths, ACTS[name], 1 + GATED[name]
-    draws, tokens = ((300, 0, 1, 129, 257, 64), (0, 0, 0, 0, 0, 900)), 512
+    local = implementation("hopper")
+    width, hidden = widths
+    act = ACTS[name]
+    gates = 1 + GATED[name]
+    draws = ((300, 0, 1, 129, 257, 64), (0, 0, 0, 0, 0, 900))
+    tokens = 512
     rows = max(sum(-(-n // 64) * 64 for n in sizes) for sizes in draws)
     x = random(0, tokens, width).astype(jnp.bfloat16)
-    w = (random(1, len(draws[0]), width, gates * hidden) * np.float32(width**-0.5)).astype(jnp.bfloat16)
+    w = (random(1, len(draws[0]), width, gates * hidden) * np.float32(width**-0.5)).astype(
+        jnp.bfloat16,
+    )
 
     @jax.jit
     def products(sizes, source, x, w):
@@ -100,14 +117,21 @@ def test_bits_are_those_of_two_kernels(name, widths):
             return local.matmul_activate(rows_in, w, groups, jnp.bfloat16, act, gates)
 
         h = local.matmul(local.gather_rows(x, source, groups), w, groups, jnp.bfloat16)
-        a = local.activate(h.reshape(rows, gates, hidden), act, get_recipe(None), groups, weights=None, amax_over=())
+        a = local.activate(
+            h.reshape(rows, gates, hidden),
+            act,
+            get_recipe(None),
+            groups,
+            weights=None,
+            amax_over=(),
+        )
         two = jax.vmap(fused)(jnp.stack([x, -x]), jnp.stack([w, -w]))
-        found = (h, a), fused(x, w, gathers=False), fused(x, w), jax.tree.map(lambda v: v[0], two)
-        return jax.tree.map(lambda v: zero_rows(v, groups.real), found)
+        results = (h, a), fused(x, w, gathers=False), fused(x, w), jax.tree.map(lambda v: v[0], two)
+        return jax.tree.map(lambda v: zero_rows(v, groups.real), results)
 
     for sizes in draws:
         source = np.random.default_rng(0).integers(0, tokens, rows).astype(np.int32)
         for _ in range(3):  # a race need not show at once
-            want, *found = jax.tree.map(np.float32, products(np.int32(sizes), source, x, w))
-            for got in found:
+            want, *results = jax.tree.map(np.float32, products(np.int32(sizes), source, x, w))
+            for got in results:
                 jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -22,14 +22,18 @@ from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
 pytestmark = pytest.mark.loose
 M, E = 512, 3
-BF16, FP8, F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
+BF16 = jnp.bfloat16
+FP8 = jnp.float8_e4m3fn
+F32 = jnp.float32
 
 
 @pytest.fixture
 def dropped(monkeypatch):
     """dropped(fn, *operands): {"load" or "store": the shapes of the arrays whose copies drop an index}."""
-    found, way = {}, []
-    async_copy, prepare = (getattr(launch_context.LaunchContext, n) for n in ("async_copy", "_prepare_async_copy"))
+    results = {}
+    way = []
+    async_copy = launch_context.LaunchContext.async_copy
+    prepare = launch_context.LaunchContext._prepare_async_copy
 
     def in_range(index) -> bool:
         """Whether the index is 0, or is that inside of a box."""
@@ -39,7 +43,9 @@ def dropped(monkeypatch):
         )
 
     def record_way(self, **kwargs):
-        way.append("store" if ir.MemRefType(kwargs["dst_ref"].type).memory_space is None else "load")
+        way.append(
+            "store" if ir.MemRefType(kwargs["dst_ref"].type).memory_space is None else "load",
+        )
         return async_copy(self, **kwargs)
 
     def record(self, gmem_ref, *args):
@@ -48,16 +54,17 @@ def dropped(monkeypatch):
         boxes = shape
         for transform in result[-1]:
             boxes = transform.transform_gmem_shape(boxes)
-        squeezed = len(result[3])  # these dims come first, and their indices name a row or an expert that is there
+        # These dims come first, and their indices name a row or an expert that is there.
+        squeezed = len(result[3])
         for size, copied, index in list(zip(boxes, result[0], result[2], strict=True))[squeezed:]:
             if size == copied == 1 and not in_range(index):
-                found.setdefault(way[-1], set()).add(shape)
+                results.setdefault(way[-1], set()).add(shape)
         return result
 
     def run(fn, *operands):
         jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
         assert way, "the program has no copies"
-        return found
+        return results
 
     monkeypatch.setattr(pipeline, "count_sms", lambda: 132)
     monkeypatch.setattr(launch_context.LaunchContext, "async_copy", record_way)
@@ -85,7 +92,14 @@ def products(k: int, n: int):
         return make_blocks(sizes, M, align)
 
     def add_wgrad(x, dy, sizes, total):
-        return grouped_wgrad(x, dy, blocks(sizes), pick_tile("wgrad", k, n, M), out_dtype=F32, total=total)
+        return grouped_wgrad(
+            x,
+            dy,
+            blocks(sizes),
+            pick_tile("wgrad", k, n, M),
+            out_dtype=F32,
+            total=total,
+        )
 
     def activate(x, w, sizes):
         tile = with_projections(pick_tile("matmul", k, n, M), w.shape[2], w.shape[3])
@@ -98,10 +112,19 @@ def products(k: int, n: int):
         return grouped_matmul(x, w, blocks(sizes, 128), pick_tile("matmul_fp8", k, n, M))
 
     def wgrad_fp8(x, dy, sizes, out_dtype=BF16):
-        return grouped_wgrad(x, dy, blocks(sizes, 128), pick_tile("wgrad_fp8", k, n, M), out_dtype=out_dtype)
+        return grouped_wgrad(
+            x,
+            dy,
+            blocks(sizes, 128),
+            pick_tile("wgrad_fp8", k, n, M),
+            out_dtype=out_dtype,
+        )
 
-    rows = KMajorFp8(of(FP8, k, M), of(F32, M // 128, 128)), KMajorFp8(of(FP8, n, M), of(F32, M // 128, 128))
-    found: dict = {
+    rows = (
+        KMajorFp8(of(FP8, k, M), of(F32, M // 128, 128)),
+        KMajorFp8(of(FP8, n, M), of(F32, M // 128, 128)),
+    )
+    results: dict = {
         "matmul": (matmul, (of(BF16, M, k), of(BF16, E, k, n), SIZES)),
         "matmul_transposed": (
             lambda *v: matmul(*v, op="matmul_transposed"),
@@ -112,9 +135,9 @@ def products(k: int, n: int):
         "wgrad to a total": (add_wgrad, (of(BF16, M, k), of(BF16, M, n), SIZES, of(F32, E, k, n))),
     }
     if k % 64 == n % 64 == 0:
-        found["matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 1, n), SIZES))
-        found["gated matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 2, n), SIZES))
-    return found
+        results["matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 1, n), SIZES))
+        results["gated matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 2, n), SIZES))
+    return results
 
 
 @pytest.mark.parametrize("name", products(64, 64))

@@ -24,22 +24,35 @@ from support.ptx import run_ptx
 
 def place(experts, weights, part=None, *, groups, align, num_rows):
     """The plan by both kernels."""
-    return plan.build_permutation(experts, plan.count_groups(experts, groups), groups, align, num_rows, weights, part)
+    return plan.build_permutation(
+        experts,
+        plan.count_groups(experts, groups),
+        groups,
+        align,
+        num_rows,
+        weights,
+        part,
+    )
 
 
 def oracle(experts, weights, part=None, *, groups, align, num_rows):
     """source, position, sizes and by_row, one assignment after the other."""
     received, top_k = experts.shape
-    begin, sizes = (np.zeros(groups, int), np.bincount(experts.ravel(), minlength=groups)[:groups])
+    begin = np.zeros(groups, int)
+    sizes = np.bincount(experts.ravel(), minlength=groups)[:groups]
     begin, sizes = (begin, sizes) if part is None else part
     padded = align_up(np.asarray(sizes), align)
-    starts, arrived = np.cumsum(padded) - padded, np.zeros(groups, int)
-    source, position, by_row = np.full(num_rows, received), np.full(experts.size, num_rows), np.zeros(num_rows)
+    starts = np.cumsum(padded) - padded
+    arrived = np.zeros(groups, int)
+    source = np.full(num_rows, received)
+    position = np.full(experts.size, num_rows)
+    by_row = np.zeros(num_rows)
     for a, g in enumerate(experts.ravel()):
         if g < groups:
             if 0 <= arrived[g] - begin[g] < sizes[g]:
                 position[a] = starts[g] + arrived[g] - begin[g]
-                source[position[a]], by_row[position[a]] = a // top_k, weights.ravel()[a]
+                source[position[a]] = a // top_k
+                by_row[position[a]] = weights.ravel()[a]
             arrived[g] += 1
     return source, position.reshape(experts.shape), sizes, by_row
 
@@ -73,7 +86,8 @@ def test_each_assignment_has_its_row(monkeypatch, kind, rows, top_k, groups, ali
     unwritten."""
     monkeypatch.setattr(plan, "BLOCKS", 2)
     monkeypatch.setattr(plan, "AHEAD", 1)
-    experts, weights = choose(kind, rows, top_k, groups), random(0, rows, top_k)
+    experts = choose(kind, rows, top_k, groups)
+    weights = random(0, rows, top_k)
     arrived = np.bincount(experts.ravel(), minlength=groups)[:groups]
     part = (arrived // 3, arrived // 2) if parted else None
     sizes = arrived if part is None else part[1]
@@ -87,12 +101,14 @@ def test_each_assignment_has_its_row(monkeypatch, kind, rows, top_k, groups, ali
 def test_take_and_put():
     """Breaks if a thread loads or stores another element than its own, or stores outside of the array."""
     rng = np.random.default_rng(0)
-    held, index = rng.integers(0, 99, 300), rng.integers(0, 300, 128)
+    held = rng.integers(0, 99, 300)
+    index = rng.integers(0, 300, 128)
     taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda at: held[(at - 64) // 4])["$0"]
     np.testing.assert_array_equal(taken, held[index])
 
     index = np.concatenate([rng.permutation(300)[:124], [-1, -(2**31), 300, 2**31 - 1]])
-    written, values = np.zeros(300, int), rng.integers(1, 99, 128)
+    written = np.zeros(300, int)
+    values = rng.integers(1, 99, 128)
 
     def store(at, value, stored):
         written[(at[stored] - 64) // 4] = value[stored]
@@ -105,7 +121,9 @@ def test_take_and_put():
 
 def test_refuses():
     """A kernel that has more groups or steps than shared memory holds; XLA takes those."""
-    assert plan.supports((1 << 20, 1), 64) and not plan.supports((1 << 23, 8), 128) and not plan.supports((64, 1), 1025)
+    assert plan.supports((1 << 20, 1), 64)
+    assert not plan.supports((1 << 23, 8), 128)
+    assert not plan.supports((64, 1), 1025)
     with pytest.raises(Unsupported, match="more than the kernels hold"):
         plan.count_groups(jnp.zeros((64, 1), jnp.int32), 1025)
     sizes = implementation("hopper").build_permutation(jnp.zeros((64, 1), jnp.int32), 1025, 1, 64)[2]
@@ -126,7 +144,9 @@ SHAPES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "parted"), spread([((65536, 8, 16, 128), False), ((777, 3, 5, 1), True)], SHAPES, (False, True)), ids=str
+    ("shape", "parted"),
+    spread([((65536, 8, 16, 128), False), ((777, 3, 5, 1), True)], SHAPES, (False, True)),
+    ids=str,
 )
 def test_plans_on_a_card(shape, parted):
     """Breaks if a count is read before it is written, or where the hardware does otherwise than the interpreter: plans
@@ -139,7 +159,12 @@ def test_plans_on_a_card(shape, parted):
     @jax.jit
     def plans(experts, start):
         def by(kernels, experts):
-            return plan_rows(PermuteSpec(groups, align, capacity, kernels, max_rows=room), experts, weights, start)
+            return plan_rows(
+                PermuteSpec(groups, align, capacity, kernels, max_rows=room),
+                experts,
+                weights,
+                start,
+            )
 
         two = jnp.stack([groups - experts, experts])
         return by("hopper", experts), *(jax.vmap(functools.partial(by, kernels))(two) for kernels in ("hopper", "xla"))
@@ -170,7 +195,11 @@ def assert_bits(got, want):
 
 @pytest.mark.parametrize(
     ("kind", "rows", "experts", "top_k"),
-    [("odd", 64, 16, 16), ("tied", 100, 32, 4), *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0)],
+    [
+        ("odd", 64, 16, 16),
+        ("tied", 100, 32, 4),
+        *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0),
+    ],
 )
 def test_top_k_is_that_of_lax(kind, rows, experts, top_k):
     """Ties that go to the higher expert, a NaN that sorts elsewhere, an expert taken twice, or rows left out."""
@@ -180,7 +209,10 @@ def test_top_k_is_that_of_lax(kind, rows, experts, top_k):
     jax.tree.map(assert_bits, tuple(got), tuple(lax.top_k(x, top_k)))
 
 
-@pytest.mark.parametrize(("shape", "top_k"), [((63, 64), 2), ((64, 60), 2), ((64, 512), 2), ((64, 8), 9)])
+@pytest.mark.parametrize(
+    ("shape", "top_k"),
+    [((63, 64), 2), ((64, 60), 2), ((64, 512), 2), ((64, 8), 9)],
+)
 def test_top_k_refuses(shape, top_k):
     """A kernel that reads logits past the end of the array, or more than its registers hold."""
     with pytest.raises(Unsupported, match="logits are float32"):

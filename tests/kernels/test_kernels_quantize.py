@@ -31,8 +31,12 @@ def values(seed, *shape):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, shape[:-1] + (1,)))
     x = x.astype(np.float32)
-    x[..., 3, 5], x[..., 7, 9], x[..., 8, 9] = np.nan, np.inf, -np.inf
-    x[..., 11, :], x[..., :, 13], x[..., 16, :] = 0, 0, 1e-38 * x[..., 16, :]
+    x[..., 3, 5] = np.nan
+    x[..., 7, 9] = np.inf
+    x[..., 8, 9] = -np.inf
+    x[..., 11, :] = 0
+    x[..., :, 13] = 0
+    x[..., 16, :] = 1e-38 * x[..., 16, :]
     return x
 
 
@@ -56,41 +60,62 @@ def check(got, data, scale, format):
 
 @pytest.mark.parametrize(
     ("source", "width", "format"),
-    [(jnp.bfloat16, 128, E4M3), (jnp.bfloat16, 96, E5M2_POW2), (jnp.float32, 160, E4M3), (jnp.float32, 48, E5M2)],
+    [
+        (jnp.bfloat16, 128, E4M3),
+        (jnp.bfloat16, 96, E5M2_POW2),
+        (jnp.float32, 160, E4M3),
+        (jnp.float32, 48, E5M2),
+    ],
 )
 def test_rows_and_columns(source, width, format):
     """A wrong scale, a transposed tile, padding (NaN) or a neighbour's column in a scale, an Inf that became 448."""
     sizes = np.array([128, 0, 70], np.int32)
-    x, real = values(0, 384, width), np.arange(384) < 198
+    x = values(0, 384, width)
+    real = np.arange(384) < 198
     x[198:] = np.nan
     x = jnp.asarray(x, source)
-    by_row, by_column = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384), format=format), x, sizes)
+    by_row, by_column = interpret(
+        lambda x, s: quantize_rows(x, make_blocks(s, 384), format=format),
+        x,
+        sizes,
+    )
     used = 256
     data, scale = expected(x[:used], format, (1, 128), real[:used])
     assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
     check(by_row._replace(data=by_row.data[:used]), data, scale.T, format)
     data, scale = expected(x[:used], format, (128, 1), real[:used])
-    assert by_column.data.shape == (width, 384) and by_column.scale.shape == (3, -(-width // 128) * 128)
+    assert by_column.data.shape == (width, 384)
+    assert by_column.scale.shape == (3, -(-width // 128) * 128)
     check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, format)
     assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
 
 
 def test_one_scale_for_the_tensor():
     """A given scale that is not used, or divides twice."""
-    x, scale = jnp.asarray(values(0, 128, 96), jnp.bfloat16), np.array([2.0**20], np.float32)
+    x = jnp.asarray(values(0, 128, 96), jnp.bfloat16)
+    scale = np.array([2.0**20], np.float32)
     by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
-    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan).astype(F8).astype(np.float32)
+    want = (
+        jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan)
+        .astype(F8)
+        .astype(
+            np.float32,
+        )
+    )
     np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
     np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
-    assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
+    assert (by_row.scale == scale).all()
+    assert by_row.scale.shape == (1, 128)
+    assert by_column.scale.shape == (1, 128)
 
 
 def test_one_scale_for_each_group():
     """Breaks if a block of rows is scaled, forward or in wgrad, by the scale of another expert's rows."""
-    sizes, scale = jnp.array([70, 0, 128], jnp.int32), np.array([2.0**20, 2.0, 1.0], np.float32)
+    sizes = jnp.array([70, 0, 128], jnp.int32)
+    scale = np.array([2.0**20, 2.0, 1.0], np.float32)
     x = jnp.asarray(values(0, 384, 96), jnp.bfloat16)
-    how = lambda x, sizes, s: quantize_rows(x, make_blocks(sizes, 384), scale=s)  # noqa: E731
-    by_row, by_column = interpret(how, x, sizes, scale)
+    settings = lambda x, sizes, s: quantize_rows(x, make_blocks(sizes, 384), scale=s)  # noqa: E731
+    by_row, by_column = interpret(settings, x, sizes, scale)
     of_rows = np.repeat(scale, 128)
     real = np.arange(256) % 128 < np.repeat([70, 128], 128)
     want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(F8)
@@ -100,14 +125,23 @@ def test_one_scale_for_each_group():
     assert (by_row.scale == of_rows[None]).all() and (by_column.scale == scale[:, None]).all()
 
 
-@pytest.mark.parametrize(("dtype", "width"), some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1))
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),
+)
 def test_gathered(dtype, width):
     """The block trains on the rows of other tokens, or on what lies past the last one, where an expert is not full."""
     sizes = np.array([128, 0, 70], np.int32)
-    x, used = jnp.asarray(values(1, 50, width), dtype), 256
+    x = jnp.asarray(values(1, 50, width), dtype)
+    used = 256
     source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
     source[198:] = 50
-    got = interpret(lambda x, at, s: quantize_rows(x, make_blocks(s, 384), gather_idx=at), x, source, sizes)
+    got = interpret(
+        lambda x, at, s: quantize_rows(x, make_blocks(s, 384), gather_idx=at),
+        x,
+        source,
+        sizes,
+    )
     rows = jnp.take(x, source, axis=0, mode="fill", fill_value=0)
     want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
     for g, w in zip(got, want, strict=True):
@@ -123,7 +157,10 @@ def test_one_direction(columns, gathered):
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
     source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
     both = interpret(lambda x: quantize_rows(x, None, gather_idx=source), x)
-    one = interpret(lambda x: quantize_rows(x, None, gather_idx=source, rows=not columns, columns=columns), x)
+    one = interpret(
+        lambda x: quantize_rows(x, None, gather_idx=source, rows=not columns, columns=columns),
+        x,
+    )
     assert one[not columns] is None
     for got, want in zip(one[columns], both[columns], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
@@ -142,12 +179,15 @@ def test_weight(source, format, transposed):
     got = interpret(functools.partial(quantize_weight, format=format, transposed=transposed), w)
     data, scale = (v.swapaxes(1, 2) if transposed else v for v in expected(w, format, (1, 128, 128)))
     check(got, data, scale, format)
-    assert got.data.shape == data.shape and got.scale.shape == scale.shape and got.scale[1, 0, 0] == 1
+    assert got.data.shape == data.shape
+    assert got.scale.shape == scale.shape
+    assert got.scale[1, 0, 0] == 1
 
 
 def test_weight_one_scale_a_matrix():
     """The scale of another matrix."""
-    w, scale = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16), np.array([2.0**18, 2.0**21], np.float32)
+    w = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16)
+    scale = np.array([2.0**18, 2.0**21], np.float32)
     got = interpret(lambda w, s: quantize_weight(w, transposed=False, scale=s), w, scale)
     want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(F8)
     np.testing.assert_array_equal(got.data.astype(np.float32), want.astype(np.float32))
@@ -166,7 +206,10 @@ def test_refuses_what_the_kernel_cannot_take():
         quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
 
 
-@pytest.mark.parametrize("width, format", some([(160, E4M3_POW2), (96, E4M3), (256, E4M3_POW2), (256, E4M3)], 1))
+@pytest.mark.parametrize(
+    "width, format",
+    some([(160, E4M3_POW2), (96, E4M3), (256, E4M3_POW2), (256, E4M3)], 1),
+)
 def test_scales_by_row(width, format):
     """The same values and scales, and these beside their rows."""
     x = jnp.asarray(values(5, 256, width), jnp.bfloat16)
@@ -179,16 +222,30 @@ def test_scales_by_row(width, format):
 
 @pytest.mark.parametrize(
     "width, format, out, count",
-    some([(96, E4M3, jnp.bfloat16, 129), (160, E5M2, jnp.bfloat16, 1), (256, E4M3, jnp.float32, 384),
-          (96, E4M3, jnp.bfloat16, 0), (160, E5M2, jnp.bfloat16, 128)], 2),
-)  # fmt: skip
+    some(
+        [
+            (96, E4M3, jnp.bfloat16, 129),
+            (160, E5M2, jnp.bfloat16, 1),
+            (256, E4M3, jnp.float32, 384),
+            (96, E4M3, jnp.bfloat16, 0),
+            (160, E5M2, jnp.bfloat16, 128),
+        ],
+        2,
+    ),
+)
 def test_dequantize_rows(width, format, out, count):
     """To the bit what XLA makes of them, NaN where NaN was; a scale of another row or block, or a last row left out."""
     q = quantize_local(jnp.asarray(values(6, 384, width)), format, (1, 128))
-    words = jnp.concatenate([jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)], axis=1)
+    words = jnp.concatenate(
+        [jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)],
+        axis=1,
+    )
     run = lambda data, words, ends: dequantize_rows(data, words, ends, dtype=out)  # noqa: E731
     got = interpret(
-        run, jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), words, np.array([999, count], np.int32)
+        run,
+        jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]),
+        words,
+        np.array([999, count], np.int32),
     )
     want = np.asarray(dequantize_local(q, out), np.float32)
     np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
@@ -198,7 +255,10 @@ def test_dequantize_refuses_what_it_cannot_tile():
     """Rows that fill no block, a width that the copy engine does not swizzle, scales that are not there."""
     one = jnp.zeros(1, jnp.int32)
     for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
-        with pytest.raises(Unsupported, match="the kernel takes multiples of 128 rows and of 32 columns"):
+        with pytest.raises(
+            Unsupported,
+            match="the kernel takes multiples of 128 rows and of 32 columns",
+        ):
             dequantize_rows(jnp.zeros(shape, F8), jnp.zeros((shape[0], words), jnp.int32), one)
 
 
@@ -206,8 +266,11 @@ def test_dequantize_refuses_what_it_cannot_tile():
 @pytest.mark.loose
 def test_wire_on_a_card():
     """Breaks if the hardware quantizes, copies or dequantizes rows otherwise than XLA, or to other rows."""
-    local, wire, width = implementation("hopper"), Format(block=128), 160
-    source, count = np.random.default_rng(0).integers(0, 384, 384).astype(np.int32), 301
+    local = implementation("hopper")
+    wire = Format(block=128)
+    width = 160
+    source = np.random.default_rng(0).integers(0, 384, 384).astype(np.int32)
+    count = 301
 
     @jax.jit
     def there(x, source, places, ends):
@@ -216,9 +279,21 @@ def test_wire_on_a_card():
         data, words = local.put_rows((q.data, words), source, places, 0, 384, ())
         ours = KMajorFp8(jax.lax.bitcast_convert_type(q.data, F8), q.scale)
         by_xla = quantize_local(x, wire, (1, 128))
-        return ours, by_xla, dequantize_local(q, x.dtype), local.dequantize_wire(data, words, ends, wire, x.dtype)
+        return (
+            ours,
+            by_xla,
+            dequantize_local(q, x.dtype),
+            local.dequantize_wire(
+                data,
+                words,
+                ends,
+                wire,
+                x.dtype,
+            ),
+        )
 
-    x, places = values(6, 384, width).astype(jnp.bfloat16), np.array([[[5], [count]]], np.int32)
+    x = values(6, 384, width).astype(jnp.bfloat16)
+    places = np.array([[[5], [count]]], np.int32)
     ours, by_xla, wide, got = jax.tree.map(np.asarray, there(x, source, places, np.int32([384])))
     check(ours, by_xla.data.view(F8).astype(np.float32), by_xla.scale, E4M3)
     np.testing.assert_array_equal(np.float32(got)[5 : 5 + count], np.float32(wide)[source[:count]])

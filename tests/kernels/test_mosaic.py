@@ -86,7 +86,13 @@ def check_grouped(mosaic, draws, align, width, columns, recipe, bias=True):
         want = grouped_matmul_vjp(fx, fw, sizes, fb, fdy, align, quantized=quantized)
         for v in got[:2]:
             np.testing.assert_array_equal(np.float64(v)[~real], 0.0)
-        for name, g, w, per in zip(("y", "dx", "dw", "db"), got, want, (None, None, 0, 0), strict=False):
+        for name, g, w, per in zip(
+            ("y", "dx", "dw", "db"),
+            got,
+            want,
+            (None, None, 0, 0),
+            strict=False,
+        ):
             rounded = w.astype(jnp.bfloat16).astype(np.float32)
             # y with a bias is rounded before it too; dbias is summed in float32 of rounded dy, and kept in bf16.
             allowed = (2.0 if bias else 1.2) * rel_norm(rounded, w, per)
@@ -103,17 +109,36 @@ def test_grouped_matmul_interpreted(mosaic):
 @pytest.mark.parametrize(
     ("columns", "recipe"),
     spread(
-        [((160,), None), ((2, 96), "fp8_block"), ((160,), "fp8_tensor"), ((2, 96), "mxfp8")], ((160,), (2, 96)), RECIPES
+        [((160,), None), ((2, 96), "fp8_block"), ((160,), "fp8_tensor"), ((2, 96), "mxfp8")],
+        ((160,), (2, 96)),
+        RECIPES,
     ),
     ids=str,
 )
 def test_group_sizes(mosaic, columns, recipe):
     """Every degenerate size by the kernels, rows of padding full of NaN and 1e30."""
-    check_grouped(mosaic, list(PATTERNS.values()), get_recipe(recipe).row_alignment, 160, columns, recipe)
+    check_grouped(
+        mosaic,
+        list(PATTERNS.values()),
+        get_recipe(recipe).row_alignment,
+        160,
+        columns,
+        recipe,
+    )
 
 
-WIDTHS = ((96, (2880,)), (1408, (2, 96)), (7168, (960,)), (768, (2880,)), (1408, (2, 7168)),
-          (1408, (2, 768)), (1408, (2880,)), (2880, (2880,)), (1408, (2, 1408)), (1408, (2, 2880)))  # fmt: skip
+WIDTHS = (
+    (96, (2880,)),
+    (1408, (2, 96)),
+    (7168, (960,)),
+    (768, (2880,)),
+    (1408, (2, 7168)),
+    (1408, (2, 768)),
+    (1408, (2880,)),
+    (2880, (2880,)),
+    (1408, (2, 1408)),
+    (1408, (2, 2880)),
+)
 
 
 @gpu
@@ -152,7 +177,9 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
     """Breaks if a sum over passes loses a tile, rounds twice in one pass, takes a tile of the pass before, or lands in
     the slice that it was read from: alone, under vmap and in a scan over totals, the bits are those of the gradient in
     float32 that is added and rounded in each pass."""
-    local, recipe, draws = implementation("hopper"), get_recipe(recipe), ((300, 0, 1, 129, 257), (0, 0, 5, 0, 640))
+    local = implementation("hopper")
+    recipe = get_recipe(recipe)
+    draws = ((300, 0, 1, 129, 257), (0, 0, 5, 0, 640))
     align, _ = local.choose_rows(recipe, "x", 64, 64)
     num_rows = max(first_rows(sizes, align)[1] for sizes in draws)
     x, dy = (random(i, num_rows, w).astype(jnp.bfloat16) for i, w in enumerate(widths))
@@ -165,10 +192,24 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
         def columns(rows, role):
             return local.quantize_for_matmul(zero_rows(rows, groups.real), recipe, role, groups)[1]
 
-        wgrad = functools.partial(local.wgrad, columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16)
+        wgrad = functools.partial(
+            local.wgrad,
+            columns(x, "x"),
+            columns(dy, "dy"),
+            groups,
+            jnp.bfloat16,
+        )
         add = lambda total: wgrad(total=total)  # noqa: E731
-        add_twice = lambda total: jax.lax.fori_loop(0, 2, lambda _, total: add(total), total)  # noqa: E731
-        return wgrad(jnp.float32), add_twice(start[0]), jax.vmap(add_twice)(start), jax.lax.map(add, start)
+
+        def add_twice(total):
+            return jax.lax.fori_loop(0, 2, lambda _, total: add(total), total)
+
+        return (
+            wgrad(jnp.float32),
+            add_twice(start[0]),
+            jax.vmap(add_twice)(start),
+            jax.lax.map(add, start),
+        )
 
     for sizes in draws:
         alone, *got = jax.tree.map(np.asarray, step(np.int32(sizes), x, dy, start))
@@ -179,17 +220,29 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
 
 
 @gpu
-@pytest.mark.parametrize(("rows", "recipe"), spread([(100, "mxfp8"), (1, None)], (1, 100, 1024), RECIPES))
+@pytest.mark.parametrize(
+    ("rows", "recipe"),
+    spread([(100, "mxfp8"), (1, None)], (1, 100, 1024), RECIPES),
+)
 def test_dense(mosaic, rows, recipe):
     """One group of all rows, whose number need be no multiple of anything."""
-    (x, w, dy), (fx, fw, fdy) = narrow(random(0, rows, 256), random(1, 256, 384) / 16, random(2, rows, 384))
+    (x, w, dy), (fx, fw, fdy) = narrow(
+        random(0, rows, 256),
+        random(1, 256, 384) / 16,
+        random(2, rows, 384),
+    )
 
     def run(x, w, dy):
         y, pull = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, kernels="hopper"), x, w)
         return y, *pull(dy)
 
     got = mosaic(run)(x, w, dy)
-    xf, wf, xw, wd, dd, dyw = (fx, fw[None], fx, fw[None], fdy, fdy)
+    xf = fx
+    wf = fw[None]
+    xw = fx
+    wd = fw[None]
+    dd = fdy
+    dyw = fdy
     if recipe is not None:
         xf, wf, xw, wd, dd, dyw = fake_operands(fx, fw[None], fdy, get_recipe(recipe))
     want = (xf @ wf[0], dd @ wd[0].T, xw.T @ dyw)
@@ -202,20 +255,46 @@ BLOCKS = {
     "hidden": dict(d_model=128, d_ff=256, num_experts=4, top_k=3, weights_at="hidden"),
     "relu2": dict(d_model=256, d_ff=384, num_experts=8, top_k=1, activation="relu2"),
     "capacity": dict(d_model=256, d_ff=128, num_experts=8, top_k=2, capacity_factor=0.75),
-    "oai": dict(d_model=2880, d_ff=2880, num_experts=16, top_k=4, activation="swiglu_oai", use_bias=True),
+    "oai": dict(
+        d_model=2880,
+        d_ff=2880,
+        num_experts=16,
+        top_k=4,
+        activation="swiglu_oai",
+        use_bias=True,
+    ),
     "narrow": dict(d_model=768, d_ff=96, num_experts=128, top_k=8),
     # Products narrower than a tile, in each direction; see benchmarks/LOG.md, 2026-11-24.
     "H 64": dict(d_model=64, d_ff=192, num_experts=8, top_k=2, use_bias=True),
-    "H 96": dict(d_model=96, d_ff=64, num_experts=8, top_k=2, activation="swiglu_oai", use_bias=True),
+    "H 96": dict(
+        d_model=96,
+        d_ff=64,
+        num_experts=8,
+        top_k=2,
+        activation="swiglu_oai",
+        use_bias=True,
+    ),
     "H 320": dict(d_model=320, d_ff=32, num_experts=8, top_k=2, weights_at="input"),
 }
 # A block, a recipe, and what it does beside: weights that `quantize_params` makes, or overflow rounds.
 SHORT_BLOCKS = [
-    ("narrow", "fp8_block", ""), ("swiglu", "mxfp8", ""), ("swiglu", "fp8_tensor", ""), ("hidden", None, "rounds"),
-    ("relu2", "fp8_block", "rounds"), ("swiglu", "fp8_block", "kept"), ("capacity", None, ""), ("swiglu", None, ""),
-    ("H 64", None, ""), ("H 96", "mxfp8", ""), ("H 320", "fp8_block", "kept"),
-]  # fmt: skip
-MORE_BLOCKS = [("swiglu", "fp8_block", ""), ("swiglu", "fp8_tensor", "kept"), ("oai", "fp8_block", "rounds")]
+    ("narrow", "fp8_block", ""),
+    ("swiglu", "mxfp8", ""),
+    ("swiglu", "fp8_tensor", ""),
+    ("hidden", None, "rounds"),
+    ("relu2", "fp8_block", "rounds"),
+    ("swiglu", "fp8_block", "kept"),
+    ("capacity", None, ""),
+    ("swiglu", None, ""),
+    ("H 64", None, ""),
+    ("H 96", "mxfp8", ""),
+    ("H 320", "fp8_block", "kept"),
+]
+MORE_BLOCKS = [
+    ("swiglu", "fp8_block", ""),
+    ("swiglu", "fp8_tensor", "kept"),
+    ("oai", "fp8_block", "rounds"),
+]
 MORE_BLOCKS += [c for c in itertools.product(BLOCKS, (None, "fp8_block"), ("",)) if c not in SHORT_BLOCKS + MORE_BLOCKS]
 # Error of a block against the same in float32, by norm: bounds on the method, measured on CPU and GPU.
 BOUNDS = {None: 0.012, "fp8_block": 0.09, "mxfp8": 0.09, "fp8_tensor": 0.2}
@@ -233,38 +312,47 @@ def routed_clearly(config, router, tokens: int, common: float):
 def find_kept(experts, config):
     """Which assignments [T, K] fit into the capacity of one device: the busiest experts drop their last ones."""
     assignments = [np.flatnonzero(experts.ravel() == e) for e in range(config.num_experts)]
-    sizes, kept = np.array([len(a) for a in assignments]), np.zeros(experts.size, bool)
+    sizes = np.array([len(a) for a in assignments])
+    mask = np.zeros(experts.size, bool)
     while sizes.sum() > np.ceil((config.capacity_factor or 1.0) * experts.size):
         sizes[config.num_experts - 1 - np.argmax(sizes[::-1])] -= 1  # of equals, the last
     for a, size in zip(assignments, sizes, strict=True):
-        kept[a[:size]] = True
-    return kept.reshape(experts.shape)
+        mask[a[:size]] = True
+    return mask.reshape(experts.shape)
 
 
-def check_block(mosaic, config, tokens, recipe, how="", commons=(0.0,)):
+def check_block(mosaic, config, tokens, recipe, kind="", commons=(0.0,)):
     """The block's output and every gradient in bf16 by the kernels, and by NumPy in float64: for tokens that differ in
     all, and for tokens with a common part, which leave experts empty."""
-    config, options = moax.MoEConfig(**config), dict(recipe=recipe, kernels="hopper")
-    options |= dict(buffer_factor=0.4) if how == "rounds" else {}
+    config = moax.MoEConfig(**config)
+    options = dict(recipe=recipe, kernels="hopper")
+    options |= dict(buffer_factor=0.4) if kind == "rounds" else {}
     params = make_params(config, bias=0.1)
 
     def step(x, params, dy):
-        quantized = moax.quantize_params(params, config, **options, dtype=x.dtype) if how == "kept" else None
-        fn = lambda x, params: moax.moe(x, params, config, quantized=quantized, **options)  # noqa: E731
+        quantized = moax.quantize_params(params, config, **options, dtype=x.dtype) if kind == "kept" else None
+
+        def fn(x, params):
+            return moax.moe(x, params, config, quantized=quantized, **options)
+
         y, pull, stats = jax.vjp(fn, x, params, has_aux=True)
         return y, pull(dy), stats
 
-    run, dy = mosaic(step), random(3, tokens, config.d_model).astype(jnp.bfloat16)
+    run = mosaic(step)
+    dy = random(3, tokens, config.d_model).astype(jnp.bfloat16)
     for common in commons:
         x = routed_clearly(config, params.router, tokens, common)
         assert len(x) == tokens
         y, (dx, dparams), stats = run(x, params, dy)
         x, dy_wide = (np.float64(v) for v in (x, dy))
-        kept = find_kept(choose_experts(x @ np.float64(params.router), config.router, config.top_k), config)
-        want = block_by_numpy(x, params, config, dy_wide, kept=kept)
+        mask = find_kept(
+            choose_experts(x @ np.float64(params.router), config.router, config.top_k),
+            config,
+        )
+        want = block_by_numpy(x, params, config, dy_wide, kept=mask)
         assert int(stats.dropped) == want.stats["dropped"]
         np.testing.assert_array_equal(stats.tokens_per_expert, want.stats["tokens_per_expert"])
-        assert how != "rounds" or stats.rounds > 1
+        assert kind != "rounds" or stats.rounds > 1
         bound = BOUNDS[recipe]
         assert rel_norm(y, want.y) < bound, "y"
         assert rel_norm(dx, want.dx) < bound, "dx"
@@ -275,17 +363,32 @@ def check_block(mosaic, config, tokens, recipe, how="", commons=(0.0,)):
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("d_ff", "recipe", "weights_at"),
-    [(128, "fp8_block", "output"), (128, None, "output"), (96, None, "output"), (128, "fp8_block", "input")],
+    [
+        (128, "fp8_block", "output"),
+        (128, None, "output"),
+        (96, None, "output"),
+        (128, "fp8_block", "input"),
+    ],
 )
 def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
     """The whole way of the data through the kernels: permuted or gathered, quantized both ways, multiplied, activated
     by the product or after it. Narrow widths have a bias."""
-    config = dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=d_ff == 96, weights_at=weights_at)
+    config = dict(
+        d_model=128,
+        d_ff=d_ff,
+        num_experts=2,
+        top_k=1,
+        use_bias=d_ff == 96,
+        weights_at=weights_at,
+    )
     check_block(mosaic, config, 24, recipe)
 
 
 @gpu
-@pytest.mark.parametrize(("name", "recipe", "how"), some([*SHORT_BLOCKS, *MORE_BLOCKS], len(SHORT_BLOCKS)))
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"),
+    some([*SHORT_BLOCKS, *MORE_BLOCKS], len(SHORT_BLOCKS)),
+)
 def test_block(mosaic, name, recipe, how):
     """Each kind of block by the kernels: no more than rounding away from float64, routing and drops the same."""
     check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe, how, (0.0, 3.0))
@@ -298,7 +401,8 @@ def test_types_inside_a_shard_map(monkeypatch):
     pretend(monkeypatch)
     mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=4, top_k=2, use_bias=True)
-    specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
+    specs = moax.param_specs(config, mesh=mesh)
+    tokens = PartitionSpec(("fsdp", "ep"))
 
     def local(x, params):
         def loss(x, p):
@@ -308,7 +412,13 @@ def test_types_inside_a_shard_map(monkeypatch):
         return jax.grad(loss, (0, 1))(x, params)
 
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
-    step = jax.shard_map(local, mesh=mesh, in_specs=(tokens, specs), out_specs=(tokens, specs), check_vma=True)
+    step = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(tokens, specs),
+        out_specs=(tokens, specs),
+        check_vma=True,
+    )
     traced = jax.jit(step).trace(jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), params)
     assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -317,7 +427,8 @@ def test_types_inside_a_shard_map(monkeypatch):
 def test_auto_takes_the_kernels():
     """`auto` on a Hopper GPU that silently ran XLA would be ten times slower."""
     assert select_kernels("auto", jnp.bfloat16, width=256) == "hopper"
-    x, w = jnp.ones((256, 256), jnp.bfloat16), jnp.ones((2, 256, 256), jnp.bfloat16)
+    x = jnp.ones((256, 256), jnp.bfloat16)
+    w = jnp.ones((2, 256, 256), jnp.bfloat16)
     text = jax.jit(lambda x, w: grouped_matmul(x, w, jnp.array([128, 128]))).lower(x, w).as_text()
     assert "mosaic_gpu" in text
 
@@ -325,7 +436,10 @@ def test_auto_takes_the_kernels():
 def test_reasons(monkeypatch):
     """By name the kernels refuse, saying why; `auto` falls back."""
     pretend(monkeypatch)
-    for dtype, widths, why in ((jnp.float32, {}, "bfloat16, not float32"), (jnp.bfloat16, {"d_ff": 40}, "d_ff of 40")):
+    for dtype, widths, why in (
+        (jnp.float32, {}, "bfloat16, not float32"),
+        (jnp.bfloat16, {"d_ff": 40}, "d_ff of 40"),
+    ):
         assert select_kernels("auto", dtype, **widths) == "xla"
         with pytest.raises(moax.Unsupported, match=why):
             select_kernels("hopper", dtype, **widths)

@@ -34,7 +34,13 @@ def run(x, w, dy, bias, sizes, align, dtype):
         "biased": xla.matmul(x, w, groups, dtype, bias),
         "dgrad": xla.matmul(dy, w, groups, dtype, transpose=True),
         "wgrad": xla.wgrad(x, dy, groups, dtype),
-        "total": xla.wgrad(x, dy, groups, dtype, total=jnp.full((*w.shape[:2], dy.shape[1]), 2, dtype)),
+        "total": xla.wgrad(
+            x,
+            dy,
+            groups,
+            dtype,
+            total=jnp.full((*w.shape[:2], dy.shape[1]), 2, dtype),
+        ),
         "bias_grad": xla.bias_grad(dy, groups),
     }
 
@@ -53,7 +59,11 @@ def test_products(case, align, dtype):
     )
     real = np.zeros(M, bool)
     expected = {"matmul": np.zeros((M, N)), "biased": np.zeros((M, N)), "dgrad": np.zeros((M, K))}
-    expected |= {"wgrad": np.zeros((E, K, N)), "total": np.zeros((E, K, N)), "bias_grad": np.zeros((E, N))}
+    expected |= {
+        "wgrad": np.zeros((E, K, N)),
+        "total": np.zeros((E, K, N)),
+        "bias_grad": np.zeros((E, N)),
+    }
     for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows = slice(start, start + size)
         real[rows] = True
@@ -65,23 +75,28 @@ def test_products(case, align, dtype):
         expected["bias_grad"][g] = dy[rows].astype(float).sum(0)
     x[~real] = dy[~real] = w[sizes == 0] = np.nan
     operands = (jnp.asarray(v, dtype) for v in (x, w, dy, bias))
-    found = run(*operands, jnp.asarray(sizes, jnp.int32), align, dtype)
+    results = run(*operands, jnp.asarray(sizes, jnp.int32), align, dtype)
     assert sizes.sum() == real.sum()
     for name, want in expected.items():
-        got = np.asarray(found[name].astype(jnp.float32))
-        assert found[name].dtype == (jnp.float32 if name == "bias_grad" else dtype)
-        scale = 1e-5 if found[name].dtype == jnp.float32 else 1e-2
-        np.testing.assert_allclose(got, want, rtol=scale, atol=scale * max(1.0, np.abs(want).max(initial=0)))
+        got = np.asarray(results[name].astype(jnp.float32))
+        assert results[name].dtype == (jnp.float32 if name == "bias_grad" else dtype)
+        scale = 1e-5 if results[name].dtype == jnp.float32 else 1e-2
+        np.testing.assert_allclose(
+            got,
+            want,
+            rtol=scale,
+            atol=scale * max(1.0, np.abs(want).max(initial=0)),
+        )
 
 
 def test_one_group():
     """Breaks if rows without groups, as a shared expert has them, are not one plain product."""
     x, w, dy, bias = (jnp.asarray(np.random.default_rng(3).standard_normal(s), jnp.float32) for s in SHAPES)
-    found = run(x, w, dy, bias, None, 1, jnp.float32)
-    np.testing.assert_allclose(found["biased"], x @ w[0] + bias, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found["dgrad"], dy @ w[0].T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found["wgrad"], (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found["total"], 2 + (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
+    results = run(x, w, dy, bias, None, 1, jnp.float32)
+    np.testing.assert_allclose(results["biased"], x @ w[0] + bias, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results["dgrad"], dy @ w[0].T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results["wgrad"], (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results["total"], 2 + (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
 
 
 SHAPES = ((6, 4), (1, 4, 3), (6, 3), (1, 3))
@@ -118,22 +133,30 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
 
 def largest(jaxpr):
     """Elements of the largest result of any equation, those of inner jaxprs included."""
-    found = max((v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars), default=0)
+    results = max((v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars), default=0)
     inner = [v for eqn in jaxpr.eqns for v in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns"))]
-    return max([found, *(largest(getattr(v, "jaxpr", v)) for v in inner if hasattr(getattr(v, "jaxpr", v), "eqns"))])
+    return max(
+        [
+            results,
+            *(largest(getattr(v, "jaxpr", v)) for v in inner if hasattr(getattr(v, "jaxpr", v), "eqns")),
+        ]
+    )
 
 
 def capacities(rows, groups):
     return xla.plan_matmuls(find_groups(jnp.zeros(groups, jnp.int32), 1, rows), rows)[0]
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (1, 3), (300, 300), (M, E), (5000, 1), (65536, 32), (4097, 7)])
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    [(1, 1), (1, 3), (300, 300), (M, E), (5000, 1), (65536, 32), (4097, 7)],
+)
 def test_capacities(rows, groups):
     """Breaks if no capacity holds some group, or if a group costs more than twice its rows, a quarter of the mean group
     and a step: work that grows with experts times rows."""
-    found = capacities(rows, groups)
-    assert found[0] == 0 and found[-1] == rows and list(found) == sorted(set(found))
+    results = capacities(rows, groups)
+    assert results[0] == 0 and results[-1] == rows and list(results) == sorted(set(results))
     for size in range(rows + 1):
-        held = next(capacity for capacity in found if capacity >= size)
+        held = next(capacity for capacity in results if capacity >= size)
         assert held <= 2 * size + rows / (4 * groups) + xla.STEP + 1
     assert capacities(M, E) == CAPACITIES

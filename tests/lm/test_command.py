@@ -31,7 +31,14 @@ def test_help_shows_what_to_type(capsys):
         command.main(["train", "--help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0
-    wanted = ["python -m lm train", "--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]
+    wanted = [
+        "python -m lm train",
+        "--preset",
+        "tiny, small, medium, large",
+        "--mesh",
+        "standard library",
+        "Ctrl-C",
+    ]
     assert all(word in said for word in wanted), said
 
 
@@ -77,7 +84,17 @@ def test_arguments_that_cannot_work(argv, message, capsys, tmp_path):
 
 def test_flags_over_preset():
     """Breaks if an option does not override the preset, or changes another setting."""
-    config = parse("--preset", "small", "--experts", "32", "--recipe", "none", "--lr", "0.5", "--tied")
+    config = parse(
+        "--preset",
+        "small",
+        "--experts",
+        "32",
+        "--recipe",
+        "none",
+        "--lr",
+        "0.5",
+        "--tied",
+    )
     assert config.model.num_experts == 32 and config.model.tied
     assert config.recipe is None and config.lr == 0.5 and config.name == "small"
     assert config.model.d_ff == PRESETS["small"].model.d_ff
@@ -91,32 +108,75 @@ def test_train_runs_and_resumes(tmp_path, capsys):
     """Breaks if a run does not learn, a resumed run begins anew, or the report at the end is not of the run."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
     out = str(tmp_path / "runs")
-    small = ["--d-model", "32", "--d-ff", "32", "--layers", "1", "--heads", "2", "--experts", "8", "--seq", "16"]
-    text = ["--text", str(tmp_path / "text.txt"), "--batch", "8", "--eval-every", "4", "--lr", "0.02"]
-    where = ["--mesh", "fsdp=2,ep=4", "--recipe", "fp8_block", "--cpu-devices", "8", "--engine", "shard_map"]
+    small = [
+        "--d-model",
+        "32",
+        "--d-ff",
+        "32",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--experts",
+        "8",
+        "--seq",
+        "16",
+    ]
+    text = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--batch",
+        "8",
+        "--eval-every",
+        "4",
+        "--lr",
+        "0.02",
+    ]
+    where = [
+        "--mesh",
+        "fsdp=2,ep=4",
+        "--recipe",
+        "fp8_block",
+        "--cpu-devices",
+        "8",
+        "--engine",
+        "shard_map",
+    ]
     assert command.main(["train", *small, *text, *where, "--steps", "4", "--name", "a", "--out", out]) == 0
     said = capsys.readouterr().out
-    ((first, last),) = re.findall(r"held-out loss +([0-9.]+) -> ([0-9.]+)", said)
-    assert float(last) < float(first) - 0.1
+    ((loss_before, last),) = re.findall(r"held-out loss +([0-9.]+) -> ([0-9.]+)", said)
+    assert float(last) < float(loss_before) - 0.1
     for word in ("held-out loss", "weight gathers", "curves.png", "dropped", "busiest"):
         assert word in said
     assert command.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2"]) == 0
     said = capsys.readouterr().out
-    ((first, last, steps),) = re.findall(r"held-out loss +([0-9.]+) -> ([0-9.]+) nats .* after (\d+) steps", said)
+    ((loss_before, last, steps),) = re.findall(
+        r"held-out loss +([0-9.]+) -> ([0-9.]+) nats .* after (\d+) steps",
+        said,
+    )
     assert "resumed at step 4" in said and "dropped         0 of" in said and steps == "5"
-    assert 0 < float(last) < float(first) and float(re.findall(r"speed +([0-9.,]+)", said)[0].replace(",", "")) > 0
-    ((sent, ratio, plain),) = re.findall(r"sends ([0-9.]+) MB .* ([0-9.]+) of the ([0-9.]+) MB in", said)
+    assert 0 < float(last) < float(loss_before)
+    assert float(re.findall(r"speed +([0-9.,]+)", said)[0].replace(",", "")) > 0
+    ((sent, ratio, plain),) = re.findall(
+        r"sends ([0-9.]+) MB .* ([0-9.]+) of the ([0-9.]+) MB in",
+        said,
+    )
     assert 0 < float(sent) < float(plain) and 0.5 < float(ratio) < 1
     assert re.search(r"curves +.*runs/a/curves.png", said)
     config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
-    assert config["steps"] == 5 and config["mesh"] == {"fsdp": 2, "ep": 4} and config["model"]["d_ff"] == 32
+    assert config["steps"] == 5
+    assert config["mesh"] == {"fsdp": 2, "ep": 4}
+    assert config["model"]["d_ff"] == 32
 
 
 def test_mesh_type_is_told_by_argparse():
     """Breaks if a wrong mesh is an error without its reason, or the axes come out in another order."""
     assert program.mesh_of("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
     for text in ("pp=2", "ep", "ep=0", "ep=two", "ep=2,ep=4"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' must have sizes of the axes dp"):
+        with pytest.raises(
+            argparse.ArgumentTypeError,
+            match=f"'{text}' must have sizes of the axes dp",
+        ):
             program.mesh_of(text)
 
 

@@ -19,7 +19,12 @@ from lm.run import Run
 pytestmark = pytest.mark.loose
 
 MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=1, num_heads=2, num_experts=8, top_k=2)
-HELD_OUT = {(None, 0): [5, 3, 2], ("fp8_block", 0): [5, 3.5, 2.25], (None, 1): [6, 3.25], ("fp8_block", 1): [6]}
+HELD_OUT = {
+    (None, 0): [5, 3, 2],
+    ("fp8_block", 0): [5, 3.5, 2.25],
+    (None, 1): [6, 3.25],
+    ("fp8_block", 1): [6],
+}
 
 
 @pytest.fixture
@@ -39,7 +44,8 @@ def test_gaps(folders, tmp_path, capsys):
     """Breaks if a recipe is compared with another seed, at another step, or the spread of seeds is that of a recipe."""
     assert command.main(["compare", *folders]) == 0
     results = json.loads((tmp_path / "comparison.json").read_text())
-    assert (results["recipes"], results["seeds"], results["dtype"]) == (["none", "fp8_block"], 2, "bfloat16")
+    expected = (["none", "fp8_block"], 2, "bfloat16")
+    assert (results["recipes"], results["seeds"], results["dtype"]) == expected
     rows = [(row["step"], row["gaps"], row["mean"], row["between_seeds"]) for row in results["gaps"]]
     assert rows == [(0, [0, 0], 0, 1), (2, [0.5], 0.5, 0.25), (4, [0.25], 0.25, None)]
     assert [run["losses"] for run in results["held_out"]] == list(HELD_OUT.values())
@@ -50,7 +56,10 @@ def test_gaps(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0.5}, "lr is in .* 0.5, and in .* 0.001; compare runs that differ in recipe and seed alone"),
+        (
+            {"lr": 0.5},
+            "lr is in .* 0.5, and in .* 0.001; compare runs that differ in recipe and seed alone",
+        ),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model is in"),
         ({"fingerprint": "of another text"}, "fingerprint is in"),
         ({"seed": 0}, "has recipe fp8_block and seed 0, as a run before it"),

@@ -42,7 +42,17 @@ class Runs:
         return said, tool.start(said, tool.train("--out", str(self.folder), *options), **counts)
 
     def begin(self, name: str, *options: str, **counts):
-        new = [*tool.MODEL, "--text", str(self.text), "--steps", str(STEPS), "--mesh", "fsdp=2,ep=4", "--name", name]
+        new = [
+            *tool.MODEL,
+            "--text",
+            str(self.text),
+            "--steps",
+            str(STEPS),
+            "--mesh",
+            "fsdp=2,ep=4",
+            "--name",
+            name,
+        ]
         return self.start(*new, *options, **counts)
 
     def resume(self, name: str, *options: str, **counts):
@@ -52,9 +62,9 @@ class Runs:
         """The step after which all processes stopped, and saved, since the last got that signal."""
         tool.await_step(self.folder / name, after, started)
         started[-1].send_signal(number)
-        found = tool.finish(said, started)
-        assert [code for code, _ in found] == [130] * len(found), "\n".join(words[-2000:] for _, words in found)
-        step = int(re.search(r"saved after step (\d+)", found[0][1])[1])
+        results = tool.finish(said, started)
+        assert [code for code, _ in results] == [130] * len(results), "\n".join(words[-2000:] for _, words in results)
+        step = int(re.search(r"saved after step (\d+)", results[0][1])[1])
         saved = [int(path.name) for path in (self.folder / name / "checkpoints").iterdir()]
         assert max(saved) == max(self.losses(name)) == step
         return step
@@ -66,19 +76,26 @@ class Runs:
         return {row["step"]: row["held_out_loss"] for row in Run(self.folder / name).rows("held_out_loss")}
 
 
-def ended_well(found: list[tuple[int, str]]) -> list[str]:
-    assert [code for code, _ in found] == [0] * len(found), "\n".join(said[-2000:] for _, said in found)
-    return [said for _, said in found]
+def ended_well(results: list[tuple[int, str]]) -> list[str]:
+    assert [code for code, _ in results] == [0] * len(results), "\n".join(said[-2000:] for _, said in results)
+    return [said for _, said in results]
 
 
 def close(got: dict[int, float], want: dict[int, float], rtol: float) -> None:
     assert got.keys() == want.keys()
-    np.testing.assert_allclose([got[k] for k in sorted(got)], [want[k] for k in sorted(want)], rtol=rtol)
+    np.testing.assert_allclose(
+        [got[k] for k in sorted(got)],
+        [want[k] for k in sorted(want)],
+        rtol=rtol,
+    )
 
 
 @pytest.fixture
 def runs(tmp_path) -> Runs:
-    words = np.random.default_rng(0).choice(["gather ", "quantize ", "dispatch ", "combine ", "route "], 20_000)
+    words = np.random.default_rng(0).choice(
+        ["gather ", "quantize ", "dispatch ", "combine ", "route "],
+        20_000,
+    )
     (tmp_path / "text.txt").write_text("".join(words))
     return Runs(tmp_path, tmp_path / "text.txt")
 
@@ -98,7 +115,9 @@ def run_whole(runs):
     """Breaks if other processes than the first speak, or the report has another mesh."""
     said = ended_well(tool.finish(*runs.begin("whole")))
     assert "8 cpu devices in 2 processes, with fsdp across them" in said[0]
-    assert f"step {STEPS:>6}/{STEPS}" in said[0] and "weight gathers" in said[0] and "curves" in said[0]
+    assert f"step {STEPS:>6}/{STEPS}" in said[0]
+    assert "weight gathers" in said[0]
+    assert "curves" in said[0]
     assert "step" not in said[1] and "loss" not in said[1]
     assert sorted(runs.losses("whole")) == list(range(1, STEPS + 1))
 
@@ -122,8 +141,8 @@ def resume_and_preempt(runs):
     said, started = runs.resume("killed")
     step = runs.stop("killed", done + 1, said, started, signal.SIGTERM)
     words = (said / "said.0").read_text()
-    found = re.search(r"resumed at step (\d+)", words)
-    assert found and 3 <= int(found[1]) <= done
+    match = re.search(r"resumed at step (\d+)", words)
+    assert match and 3 <= int(match[1]) <= done
     assert "--num-processes 2 --process-id I" in words
     whole = runs.losses("whole")
     assert runs.losses("killed") == {i: whole[i] for i in range(1, step + 1)}
@@ -142,15 +161,16 @@ def move(runs):
     for moved, whole in zip(*rows, strict=True):
         assert moved["dropped"] == whole["dropped"] == 0
         np.testing.assert_allclose(moved["grad_norm"], whole["grad_norm"], rtol=1e-4)
-        np.testing.assert_allclose(moved["busiest"], whole["busiest"], rtol=2e-2)  # two scores may tie
+        # Two scores may tie.
+        np.testing.assert_allclose(moved["busiest"], whole["busiest"], rtol=2e-2)
 
 
 @pytest.mark.more
 def test_an_error_of_one_process_is_an_error_of_all(runs):
     """Breaks if a process waits for one that never began, or does not say why. Slow: two processes."""
     said, started = runs.begin("wrong", own=([], ["--text", "nowhere"]))
-    (first, words), (second, cause) = tool.finish(said, started, timeout=60)
-    assert (first, second) == (2, 2)
+    (own_code, words), (second, cause) = tool.finish(said, started, timeout=60)
+    assert (own_code, second) == (2, 2)
     message = "--text nowhere: no such file or folder"
     assert cause.splitlines()[-1] == f"python -m lm train: error: {message}"
     assert words.splitlines()[-1] == f"python -m lm train: error: process 1 cannot go on: {message}"
@@ -159,8 +179,15 @@ def test_an_error_of_one_process_is_an_error_of_all(runs):
 
 def test_processes_that_were_started_differently(monkeypatch):
     """Breaks if they train on different settings, or hang, in place of an error that names the setting."""
-    monkeypatch.setattr(processes, "gather", lambda text: [text, text.replace(text[-12:], '0000000000"}')])
-    with pytest.raises(ValueError, match="batch is not the same in processes 0 and 1; start all of them alike"):
+    monkeypatch.setattr(
+        processes,
+        "gather",
+        lambda text: [text, text.replace(text[-12:], '0000000000"}')],
+    )
+    with pytest.raises(
+        ValueError,
+        match="batch is not the same in processes 0 and 1; start all of them alike",
+    ):
         processes.agree(seed=3, batch=8)
 
 
@@ -186,8 +213,16 @@ def test_slurm_is_found(tmp_path, monkeypatch):
 def test_example_in_two_processes(tmp_path):
     """Breaks if the library alone (`moax.make_mesh`, `moax.init`, `moax.moe`, custom_partitioning, FP8) needs one
     process: tests/docs/test_examples.py has the same losses from one. Slow: two processes that compile."""
-    said = ended_well(tool.finish(tmp_path, tool.start(tmp_path, ["examples/multi_host.py"], devices=None)))
-    assert re.search(r"on 8 devices: in 2 process\(es\), mesh {'fsdp': 2, 'ep': 4}, loss 1\.191\d* -> 0\.[78]", said[0])
+    said = ended_well(
+        tool.finish(
+            tmp_path,
+            tool.start(tmp_path, ["examples/multi_host.py"], devices=None),
+        )
+    )
+    assert re.search(
+        r"on 8 devices: in 2 process\(es\), mesh {'fsdp': 2, 'ep': 4}, loss 1\.191\d* -> 0\.[78]",
+        said[0],
+    )
     assert "multi host" not in said[1]
 
 
@@ -208,8 +243,14 @@ def test_two_runs_of_two_processes(tmp_path):
         (["--coordinator", "a:1"], "--num-processes, --process-id missing"),
         (["--process-id", "0", "--num-processes", "2"], "--coordinator missing"),
         (["--distributed", "--process-id", "0"], "--distributed finds"),
-        (["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"], "--process-id 2 must be"),
-        (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "--coordinator a must be HOST:PORT"),
+        (
+            ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id 2 must be",
+        ),
+        (
+            ["--coordinator", "a", "--num-processes", "2", "--process-id", "0"],
+            "--coordinator a must be HOST:PORT",
+        ),
         (["--distributed", "--heartbeat-timeout", "0"], "--heartbeat-timeout 0 must be at least 1"),
     ],
 )
@@ -217,7 +258,9 @@ def test_flags_that_do_not_fit(argv, message, capsys):
     """Breaks if a process starts alone, or waits five minutes for others, for want of a flag."""
     assert command.main(["train", *argv]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("python -m lm train: error: ") and message in said and len(said.splitlines()) == 1
+    assert said.startswith("python -m lm train: error: ")
+    assert message in said
+    assert len(said.splitlines()) == 1
 
 
 def device(number: int, process: int, host: int | None = None):
@@ -237,7 +280,8 @@ def test_order_of_devices():
 def test_make_mesh():
     """Breaks if the axes are not in the order given, or a wrong product is taken for a mesh."""
     mesh = moax.make_mesh({"fsdp": 2, "ep": 4})
-    assert dict(mesh.shape) == {"fsdp": 2, "ep": 4} and mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    assert dict(mesh.shape) == {"fsdp": 2, "ep": 4}
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
     assert list(mesh.devices.flat) == jax.devices() and crossing(mesh) == ()
     explicit = moax.make_mesh({"ep": 8}, axis_type=jax.sharding.AxisType.Explicit)
     assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
@@ -249,14 +293,20 @@ def test_make_mesh():
 def test_crossing():
     """Breaks if a report says that experts stay within a process where they do not."""
     two = np.array([device(i, i // 4) for i in range(8)])
-    for shape, names, want in [((2, 4), ("fsdp", "ep"), ("fsdp",)), ((4, 2), ("fsdp", "ep"), ("fsdp",)),
-                               ((8,), ("ep",), ("ep",)), ((1, 8), ("fsdp", "ep"), ("ep",))]:  # fmt: skip
+    for shape, names, want in [
+        ((2, 4), ("fsdp", "ep"), ("fsdp",)),
+        ((4, 2), ("fsdp", "ep"), ("fsdp",)),
+        ((8,), ("ep",), ("ep",)),
+        ((1, 8), ("fsdp", "ep"), ("ep",)),
+    ]:
         assert crossing(SimpleNamespace(devices=two.reshape(shape), axis_names=names)) == want
 
 
 def test_one_process_needs_no_other():
     """Breaks if a plain run pays for, or waits on, what only several processes need."""
-    assert processes.gather("a") == ["a"] and processes.together(lambda: 3) == 3 and processes.is_first()
+    assert processes.gather("a") == ["a"]
+    assert processes.together(lambda: 3) == 3
+    assert processes.is_first()
     processes.agree(a=1)
     assert program.explain(jax.errors.JaxRuntimeError("x")) == ("x", 1)
     with pytest.raises(KeyError):
@@ -279,6 +329,9 @@ def test_rows_of_a_batch():
     """Breaks if what the processes feed together is not the batch that one would."""
     stream = np.random.default_rng(0).integers(0, 255, 999, np.uint8)
     corpus = Corpus(stream, stream, "noise", "")
-    for batch in (lambda **of: corpus.batch(1, 2, 8, 16, **of), lambda **of: corpus.held_out_batch(1, 3, 8, 16, **of)):
+    for batch in (
+        lambda **of: corpus.batch(1, 2, 8, 16, **of),
+        lambda **of: corpus.held_out_batch(1, 3, 8, 16, **of),
+    ):
         parts = [batch(rows=slice(i, i + 4)) for i in (0, 4)]
         assert (np.concatenate(parts) == batch()).all()

@@ -21,11 +21,22 @@ from lm.config import ModelConfig, TrainConfig
 pytestmark = pytest.mark.loose
 
 MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=1, num_heads=2, num_experts=8, top_k=2)
-CONFIG = TrainConfig(MODEL, name="one", steps=2, batch=8, seq=32, engine="shard_map", eval_batches=1, dtype="float32")
+CONFIG = TrainConfig(
+    MODEL,
+    name="one",
+    steps=2,
+    batch=8,
+    seq=32,
+    engine="shard_map",
+    eval_batches=1,
+    dtype="float32",
+)
 
 
 @pytest.mark.parametrize(
-    ("batch", "seq", "want"), [(128, 128, 32), (8, 32, 8), (24, 1024, 8)], ids=("part", "whole", "least")
+    ("batch", "seq", "want"),
+    [(128, 128, 32), (8, 32, 8), (24, 1024, 8)],
+    ids=("part", "whole", "least"),
 )
 def test_few_tokens_are_read(batch, seq, want):
     """Breaks if gradients in float32 are computed for a whole large batch, or for a part that no mesh can divide."""
@@ -42,7 +53,8 @@ def test_gradients_are_compared_with_float32():
         config = dataclasses.replace(CONFIG, mesh=(), engine="auto", dtype=dtype)
         text = probe._gradients.lower(state, batch, config).as_text().splitlines()
         products = [line for line in text if "dot_general" in line]
-        assert products and exact == all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+        assert products
+        assert exact == all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 @pytest.mark.more
@@ -51,14 +63,21 @@ def test_errors_of_a_run(tmp_path, capsys):
     mesh = (("fsdp", 2), ("ep", 4))
     for recipe in (None, "fp8_block"):
         name = recipe or "none"
-        loop.train(dataclasses.replace(CONFIG, mesh=mesh, out=str(tmp_path), name=name, recipe=recipe))
+        loop.train(
+            dataclasses.replace(
+                CONFIG,
+                mesh=mesh,
+                out=str(tmp_path),
+                name=name,
+                recipe=recipe,
+            )
+        )
     assert command.main(["probe", str(tmp_path / "none"), str(tmp_path / "fp8_block")]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "none, seed 0, step 2", "fp8_block, seed 0, step 2",
     ]  # fmt: skip
-    none, fp8 = (
-        json.loads((tmp_path / name / "gradients.json").read_text())["errors"] for name in ("none", "fp8_block")
-    )
+    none = json.loads((tmp_path / "none" / "gradients.json").read_text())["errors"]
+    fp8 = json.loads((tmp_path / "fp8_block" / "gradients.json").read_text())["errors"]
     for projection in ("gate", "up", "down"):
         assert np.shape(none[projection]["by_expert"]) == np.shape(fp8[projection]["by_expert"]) == (1, 8)
         assert none[projection]["most"] < 1e-4 and 0.01 < fp8[projection]["median"] < 0.5

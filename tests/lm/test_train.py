@@ -41,7 +41,9 @@ def corpus_folder(tmp_path_factory):
     """Forty small text files."""
     root = tmp_path_factory.mktemp("text")
     for number in range(40):
-        (root / f"part{number}.txt").write_text(f"chapter {number}: the quick brown fox jumps over the lazy dog. " * 20)
+        (root / f"part{number}.txt").write_text(
+            f"chapter {number}: the quick brown fox jumps over the lazy dog. " * 20,
+        )
     return root
 
 
@@ -49,10 +51,22 @@ def corpus_folder(tmp_path_factory):
 def config(corpus_folder, tmp_path_factory):
     """With shard_map, whose programs come out of the compilation cache when a test builds the same one again."""
     return TrainConfig(
-        model=MODEL, name="whole", out=str(tmp_path_factory.mktemp("runs")), text=str(corpus_folder),
-        mesh=(("fsdp", 2), ("ep", 4)), steps=STEPS, batch=8, seq=32, lr=1e-2, warmup=2, dtype="float32",
-        engine="shard_map", eval_every=3, eval_batches=1, save_every=0,
-    )  # fmt: skip
+        model=MODEL,
+        name="whole",
+        out=str(tmp_path_factory.mktemp("runs")),
+        text=str(corpus_folder),
+        mesh=(("fsdp", 2), ("ep", 4)),
+        steps=STEPS,
+        batch=8,
+        seq=32,
+        lr=1e-2,
+        warmup=2,
+        dtype="float32",
+        engine="shard_map",
+        eval_every=3,
+        eval_batches=1,
+        save_every=0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +121,11 @@ def test_ctrl_c_saves_and_resuming_is_exact(whole, stopped):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("mesh", [(("ep", 8),), (("fsdp", 2), ("cp", 2), ("ep", 2))], ids=["ep", "cp"])
+@pytest.mark.parametrize(
+    "mesh",
+    [(("ep", 8),), (("fsdp", 2), ("cp", 2), ("ep", 2))],
+    ids=["ep", "cp"],
+)
 def test_resuming_on_another_mesh(mesh, whole, stopped):
     """Another order of the sums, and the same numbers but for it. (FP8 would turn a last bit into a step of 6 %.)"""
     moved = losses(continued(stopped, f"moved{len(mesh)}", mesh=mesh).run)
@@ -153,7 +171,8 @@ def test_plot(whole, stopped):
 
 def test_report(whole, tmp_path):
     """Breaks if a run does not say what it trains and how it ends, or not with which factor a step makes one round."""
-    stream, corpus = io.StringIO(), data.load(whole.config.text, whole.config.seq)
+    stream = io.StringIO()
+    corpus = data.load(whole.config.text, whole.config.seq)
     said = report.Report(stream)
     said.start(whole.config, mesh_over_devices(whole.config.mesh), corpus)
     said.ready(whole.run, 0, 1.0)
@@ -213,7 +232,10 @@ def test_presets_are_as_large_as_they_say(name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("changes", [{"tied": True, "balance": "aux"}, {"balance": "none", "shared_d_ff": 16}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"tied": True, "balance": "aux"}, {"balance": "none", "shared_d_ff": 16}],
+)
 def test_variants_of_the_model(changes, getkey):
     """Causal: a later byte changes nothing before it. Every parameter has a gradient."""
     model = dataclasses.replace(MODEL, **changes)
@@ -245,11 +267,12 @@ def test_microbatches_are_one_batch(config, recipe):
     batch = jnp.asarray(data.load(config.text, config.seq).batch(0, 0, 32, config.seq))
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         where = steps.shardings(config, mesh) if mesh else None
-        state, found = jax.jit(lambda: steps.init_state(config), out_shardings=where)(), []
+        state = jax.jit(lambda: steps.init_state(config), out_shardings=where)()
+        results = []
         for count in (1, 4):
             parts = dataclasses.replace(config, microbatches=count)
-            found.append(jax.jit(lambda state, batch, c=parts: steps.gradients(state, batch, c))(state, batch))
-    ((want, (want_entropy, want_stats)), want_grads), ((total, (entropy, stats)), grads) = found
+            results.append(jax.jit(lambda state, batch, c=parts: steps.gradients(state, batch, c))(state, batch))
+    ((want, (want_entropy, want_stats)), want_grads), ((total, (entropy, stats)), grads) = results
     np.testing.assert_allclose([total, entropy], [want, want_entropy], rtol=min(rounding, 2e-3))
     assert np.abs(stats.tokens_per_expert - want_stats.tokens_per_expert).sum() <= (0 if recipe is None else 8)
     assert stats.dropped.sum() == want_stats.dropped.sum() == 0
@@ -266,7 +289,11 @@ def test_remat_changes_no_gradient(getkey):
         run = TrainConfig(MODEL, dtype="float32", remat=remat)
         return jax.jit(jax.grad(lambda p: lm.forward(p, jnp.zeros((2, 8)), tokens, run)[0].std()))(params)
 
-    for a, b in zip(jax.tree.leaves(gradients("moe")), jax.tree.leaves(gradients("none")), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(gradients("moe")),
+        jax.tree.leaves(gradients("none")),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -310,7 +337,8 @@ def test_binary_and_hidden_files_are_left_out(corpus_folder, tmp_path):
     shutil.copytree(corpus_folder, tmp_path / "text")
     (tmp_path / "text" / "picture.bin").write_bytes(b"a\0b" * 1000)
     (tmp_path / "text" / ".secret").write_text("b" * 1000)
-    assert data.load(str(tmp_path / "text"), 16).fingerprint == data.load(str(corpus_folder), 16).fingerprint
+    expected = data.load(str(corpus_folder), 16).fingerprint
+    assert data.load(str(tmp_path / "text"), 16).fingerprint == expected
 
 
 def test_too_little_text(tmp_path):
@@ -349,15 +377,26 @@ def test_meshes_that_do_not_fit(config, changes, message):
 )
 def test_attention_takes_what_runs(config, monkeypatch, hopper, dtype, width, taken):
     """Breaks if attention asks cuDNN for what it refuses, or holds every score where it need not."""
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0" if hopper else None)])
-    config = dataclasses.replace(config, dtype=dtype, model=dataclasses.replace(MODEL, head_dim=width))
+    monkeypatch.setattr(
+        jax,
+        "devices",
+        lambda: [SimpleNamespace(compute_capability="9.0" if hopper else None)],
+    )
+    config = dataclasses.replace(
+        config,
+        dtype=dtype,
+        model=dataclasses.replace(MODEL, head_dim=width),
+    )
     assert lm.pick_attention(config) == taken
     assert lm.pick_attention(dataclasses.replace(config, attention="xla")) == "xla"
     named = dataclasses.replace(config, attention="cudnn")
     if taken == "cudnn" or not hopper:  # another device refuses it when it compiles
         assert lm.pick_attention(named) == "cudnn"
     else:
-        with pytest.raises(moax.Unsupported, match=f"attention='cudnn' takes .*; the run has {dtype} and heads of"):
+        with pytest.raises(
+            moax.Unsupported,
+            match=f"attention='cudnn' takes .*; the run has {dtype} and heads of",
+        ):
             lm.pick_attention(named)
 
 
@@ -367,9 +406,16 @@ def test_grouped_heads():
     layer = jax.eval_shape(lambda: lm.init(jax.random.key(0), grouped)).layers
     assert layer.wqkv.shape == (1, 32, (4 + 2 * 2) * 6) and layer.wo.shape == (1, 24, 32)
     draw = np.random.default_rng(0)
-    layer = dataclasses.replace(layer, wqkv=draw.normal(size=(32, 48)), wo=draw.normal(size=(24, 32)))
+    layer = dataclasses.replace(
+        layer,
+        wqkv=draw.normal(size=(32, 48)),
+        wo=draw.normal(size=(24, 32)),
+    )
     q, k, v = np.split(layer.wqkv.reshape(32, 8, 6), (4, 6), axis=1)
-    repeated = np.concatenate([q, np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)], 1).reshape(32, -1)
+    repeated = np.concatenate([q, np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)], 1).reshape(
+        32,
+        -1,
+    )
     x = draw.normal(size=(2, 16, 32)).astype(np.float32)
     got, want = (
         lm._attention(x, dataclasses.replace(layer, wqkv=w), lm._rotation(16, 6), heads, (jnp.dot, jnp.dot), "xla")

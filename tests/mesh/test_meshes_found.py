@@ -25,7 +25,8 @@ from support.oracle.block import block as block_by_numpy
 CONFIG = moax.MoEConfig(32, 64, 8, 2, router=moax.RouterConfig(aux_loss=0.1))
 PARAMS = make_params(CONFIG)
 X = random(1, 64, 32)
-pytestmark = pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")  # of `with mesh:`
+# The warning is that of `with mesh:`.
+pytestmark = pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
 
 
 def loss(x, params, axes=Axes(), engine="auto"):
@@ -40,7 +41,11 @@ def shapes_of(tree, shardings=None):
     """The shapes of the arrays of a tree, with these shardings if there are any."""
     if shardings is None:
         return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), tree)
-    return jax.tree.map(lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s), tree, shardings)
+    return jax.tree.map(
+        lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s),
+        tree,
+        shardings,
+    )
 
 
 @pytest.mark.parametrize("found", ["jax.set_mesh", *some(["with mesh", "shapes"], 0)])
@@ -48,15 +53,18 @@ def test_weights_cross_as_bytes_however_the_mesh_is_found(found):
     """Breaks if a block under `with mesh:`, or whose operands alone name the mesh, runs as on no mesh: every device
     would then gather all experts in float32 and keep the whole gradient."""
     mesh = make_mesh("2x4")
-    at = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
-    force = {"jax.set_mesh": jax.set_mesh, "with mesh": lambda mesh: mesh}.get(found, contextlib.nullcontext)
+    sharding = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
+    force = {"jax.set_mesh": jax.set_mesh, "with mesh": lambda mesh: mesh}.get(
+        found,
+        contextlib.nullcontext,
+    )
     with force(mesh):
         if found == "shapes":
-            compiled = jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS), at)).compile()
+            compiled = jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS), sharding)).compile()
         else:
-            step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
+            step = jax.jit(GRADIENTS, in_shardings=sharding, out_shardings=sharding)
             compiled = step.lower(*shapes_of((X, PARAMS))).compile()
-    weights = shapes_of((PARAMS.wi, PARAMS.wo), (at[1].wi, at[1].wo))
+    weights = shapes_of((PARAMS.wi, PARAMS.wo), (sharding[1].wi, sharding[1].wo))
     inspect.assert_no_wide_weight_gather(compiled, weights=weights)
     text = compiled.as_text()
     assert re.search(r"u8\[[\d,]*\]\S* all-gather", text), "no bytes are gathered"
@@ -67,11 +75,11 @@ def test_no_mesh_is_refused():
     """Breaks if `jax.jit(in_shardings=...)` on shapes, with no mesh in force, gathers all weights in full precision in
     silence; or if the same trace for one device is refused."""
     mesh = make_mesh("2x4")
-    at = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
-    step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
+    sharding = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
+    step = jax.jit(GRADIENTS, in_shardings=sharding, out_shardings=sharding)
     with pytest.raises(ValueError, match=r"this program is for 8 devices.*jax\.set_mesh"):
         step.lower(*shapes_of((X, PARAMS)))
-    product = jax.jit(ops.grouped_matmul, in_shardings=(at[0], at[1].wi, None))
+    product = jax.jit(ops.grouped_matmul, in_shardings=(sharding[0], sharding[1].wi, None))
     with pytest.raises(ValueError, match="gather_weight: this program is for 8 devices"):
         product.lower(*shapes_of((X, PARAMS.wi, np.full(8, 8, np.int32))))
     jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS)))
@@ -102,9 +110,13 @@ def test_init_under_a_mesh_context():
     """Breaks if `init` under `with mesh:` makes every parameter on one device."""
     mesh = make_mesh("2x4")
     with mesh:
-        made = moax.init(jax.random.key(0), CONFIG)
+        initialized = moax.init(jax.random.key(0), CONFIG)
     want = named(mesh, moax.param_specs(CONFIG, mesh=mesh))
-    jax.tree.map(lambda v, s: v.sharding.is_equivalent_to(s, v.ndim) or pytest.fail(f"{v.sharding}"), made, want)
+    jax.tree.map(
+        lambda v, s: v.sharding.is_equivalent_to(s, v.ndim) or pytest.fail(f"{v.sharding}"),
+        initialized,
+        want,
+    )
 
 
 CALLS = {
@@ -121,7 +133,10 @@ CALLS = {
 def test_an_axis_without_a_role_is_refused(name, kind):
     """Breaks if a mesh with names of the user's own replicates weights and gathers them in silence."""
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(kind,) * 2)):
-        with pytest.raises(ValueError, match=r"mesh axis 'data' of 4 devices has no role .* or in other=\('data',\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"mesh axis 'data' of 4 devices has no role .* or in other=\('data',\)",
+        ):
             CALLS[name](Axes())
         for axes in (Axes(dp="data"), Axes(other="data"), Axes(fsdp=("data", "fsdp"))):
             CALLS[name](axes)
@@ -132,7 +147,10 @@ def test_mixed_axis_types_are_refused():
     kinds = (AxisType.Auto, AxisType.Explicit)
     with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "ep"), axis_types=kinds)):
         for call in CALLS.values():
-            with pytest.raises(ValueError, match=r"mesh axes \['fsdp'\] are Auto and \['ep'\] are Explicit"):
+            with pytest.raises(
+                ValueError,
+                match=r"mesh axes \['fsdp'\] are Auto and \['ep'\] are Explicit",
+            ):
                 call(Axes())
 
 
@@ -146,7 +164,7 @@ def test_vmap_over_a_mesh_axis(engine):
     each device would then hold the weights of all stages, and do the work of all."""
     mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "ep"), axis_types=(AxisType.Auto,) * 3)
     specs = jax.tree.map(lambda s: P("stage", *s), moax.param_specs(CONFIG, STAGES, mesh=mesh))
-    at = named(mesh, (P("stage", ("fsdp", "ep")), specs))
+    sharding = named(mesh, (P("stage", ("fsdp", "ep")), specs))
     params = jax.tree.map(lambda *v: jnp.stack(v), PARAMS, make_params(CONFIG, 1))
     x = np.stack([X, random(3, 64, 32)])
 
@@ -154,18 +172,23 @@ def test_vmap_over_a_mesh_axis(engine):
         return jax.vmap(lambda x, p: jax.grad(loss, (0, 1))(x, p, STAGES, engine), spmd_axis_name="stage")(x, params)
 
     with jax.set_mesh(mesh):
-        run = jax.jit(step, in_shardings=at).lower(*shapes_of((x, params))).compile()
+        run = jax.jit(step, in_shardings=sharding).lower(*shapes_of((x, params))).compile()
         over_stage = [c for c in inspect.collectives(run) if "stage" in c.axes]
         assert not over_stage, f"over stage: {over_stage}"
-        found = jax.tree.leaves(run.output_shardings)
-        assert all(s.spec[0] == "stage" for s in found), f"gradients lie over {[s.spec for s in found]}"
+        results = jax.tree.leaves(run.output_shardings)
+        assert all(s.spec[0] == "stage" for s in results), f"gradients lie over {[s.spec for s in results]}"
         got = jax.device_get(run(*put(mesh, (P("stage", ("fsdp", "ep")), specs), (x, params))))
     params = jax.device_get(params)
-    one = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    one = jax.make_mesh(
+        (2, 2),
+        ("fsdp", "ep"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )
     with jax.set_mesh(one):  # the devices of one stage
         for i in range(2):
-            of = jax.tree.map(lambda v, i=i: v[i], params)
-            want = jax.jit(GRADIENTS)(x[i], of)
+            own_params = jax.tree.map(lambda v, i=i: v[i], params)
+            want = jax.jit(GRADIENTS)(x[i], own_params)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert np.linalg.norm(a[i] - b) <= 1e-6 * np.linalg.norm(b)
 
@@ -184,9 +207,13 @@ def test_a_batch_that_no_free_axis_splits(over):
     with jax.set_mesh(mesh):
         got = jax.jit(jax.vmap(step))(x, params)
     for i in range(2):
-        of = jax.tree.map(lambda v, i=i: np.asarray(v)[i], params)
-        dy = 2 * block_by_numpy(X, of, CONFIG, np.zeros(X.shape)).y
-        check_gradients(*jax.tree.map(lambda v, i=i: v[i], got), block_by_numpy(X, of, CONFIG, dy), MESH)
+        own_params = jax.tree.map(lambda v, i=i: np.asarray(v)[i], params)
+        dy = 2 * block_by_numpy(X, own_params, CONFIG, np.zeros(X.shape)).y
+        check_gradients(
+            *jax.tree.map(lambda v, i=i: v[i], got),
+            block_by_numpy(X, own_params, CONFIG, dy),
+            MESH,
+        )
 
 
 def test_the_mesh_in_force_says_what_jit_compiles_for():

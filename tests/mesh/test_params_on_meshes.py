@@ -39,14 +39,20 @@ class Operands:
 
     def __init__(self, mesh: str | None, way: str):
         self.mesh = None if mesh is None else make_mesh(mesh, way)
-        params, adapters = make_params(CONFIG), self.make_adapters()
+        params = make_params(CONFIG)
+        adapters = self.make_adapters()
         x = random(1, 64, CONFIG.d_model)
         if mesh is not None:
             params = put(self.mesh, moax.param_specs(CONFIG, mesh=self.mesh), params)
-            specs = dataclasses.replace(lora.adapter_specs(CONFIG, mesh=self.mesh), scale=adapters.scale)
+            specs = dataclasses.replace(
+                lora.adapter_specs(CONFIG, mesh=self.mesh),
+                scale=adapters.scale,
+            )
             adapters = put(self.mesh, specs, adapters)
             x = put(self.mesh, spec(mesh, TOKENS), x)
-        self.params, self.adapters, self.x = params, adapters, x
+        self.params = params
+        self.adapters = adapters
+        self.x = x
 
     def make_adapters(self) -> lora.Adapters:
         shapes = lora.adapter_shapes(CONFIG, RANK)
@@ -56,8 +62,8 @@ class Operands:
 
 def quantized_bytes(o: Operands) -> list:
     """The bytes of wi and wo; with tp their scales lie in another order."""
-    made = moax.quantize_params(o.params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
-    return [shard.data for shard in (*made.wi, *made.wo)]
+    quantized = moax.quantize_params(o.params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+    return [shard.data for shard in (*quantized.wi, *quantized.wo)]
 
 
 # name -> a function of the operands; what it returns is compared with that without a mesh.
@@ -76,26 +82,42 @@ CASES: dict[str, Callable[[Operands], Any]] = {
         o.params if o.mesh is None else reshard_params(o.params, moax.param_specs(CONFIG, mesh=o.mesh))
     ),
 }
-EAGER = {"moax.hf.params_from_hf", "moax.hf.params_to_hf", "moax.hf.save_hf"}  # they read and write files
+# These functions read and write files.
+EAGER = {"moax.hf.params_from_hf", "moax.hf.params_to_hf", "moax.hf.save_hf"}
 # These take no parameters, or read their types alone.
 WITHOUT = {
-    "moax.make_mesh", "moax.load_metrics", "moax.route", "moax.param_specs", "moax.params.param_shapes",
-    "moax.params.param_dtype_of", "moax.params.check_params", "moax.params.token_spec", "moax.params.operand_shapes",
-    "moax.params.dense_spec_on", "moax.params.dense_spec", "moax.params.expert_specs", "moax.params.shard_specs",
-    "moax.lora.dim_sizes", "moax.lora.adapter_shapes", "moax.lora.adapter_specs", "moax.lora.check_adapters",
-    "moax.hf.config_from_hf", "moax.hf.config_to_hf", "moax.hf.moe_layers",
-}  # fmt: skip
+    "moax.make_mesh",
+    "moax.load_metrics",
+    "moax.route",
+    "moax.param_specs",
+    "moax.params.param_shapes",
+    "moax.params.param_dtype_of",
+    "moax.params.check_params",
+    "moax.params.token_spec",
+    "moax.params.operand_shapes",
+    "moax.params.dense_spec_on",
+    "moax.params.dense_spec",
+    "moax.params.expert_specs",
+    "moax.params.shard_specs",
+    "moax.lora.dim_sizes",
+    "moax.lora.adapter_shapes",
+    "moax.lora.adapter_specs",
+    "moax.lora.check_adapters",
+    "moax.hf.config_from_hf",
+    "moax.hf.config_to_hf",
+    "moax.hf.moe_layers",
+}
 
 
 def public_functions() -> set[str]:
     """The public functions of moax, and of its modules whose functions take parameters."""
-    found = {f"moax.{name}" for name in moax._HOMES if isinstance(getattr(moax, name), types.FunctionType)}
+    results = {f"moax.{name}" for name in moax._HOMES if isinstance(getattr(moax, name), types.FunctionType)}
     for module in ("moax.lora", "moax.hf", "moax.params"):
         for name, value in vars(importlib.import_module(module)).items():
             own = inspect.isfunction(value) and value.__module__.startswith(module)
             if own and not name.startswith("_") and moax._HOMES.get(name) != module:
-                found.add(f"{module}.{name}")
-    return found
+                results.add(f"{module}.{name}")
+    return results
 
 
 def test_every_public_function_has_a_case():
@@ -105,7 +127,8 @@ def test_every_public_function_has_a_case():
 
 def assert_equal(got, want) -> None:
     """Compares two trees of results."""
-    leaves, wanted = jax.tree.leaves(got), jax.tree.leaves(want)
+    leaves = jax.tree.leaves(got)
+    wanted = jax.tree.leaves(want)
     assert len(leaves) == len(wanted)
     for a, b in zip(leaves, wanted, strict=True):
         assert rel_error(np.asarray(a, np.float32), np.asarray(b, np.float32)) < MESH
@@ -134,8 +157,8 @@ def case_of(case, operands: Operands):
     """The case as a function of arrays, for jit."""
 
     def run(params, adapters, x):
-        given = types.SimpleNamespace(params=params, adapters=adapters, x=x, mesh=operands.mesh)
-        return case(given)
+        arguments = types.SimpleNamespace(params=params, adapters=adapters, x=x, mesh=operands.mesh)
+        return case(arguments)
 
     return run
 
@@ -144,7 +167,8 @@ def case_of(case, operands: Operands):
 def test_files_on_every_mesh(tmp_path, way):
     """Breaks if parameters on a mesh cannot be written to a checkpoint and read onto the mesh again."""
     config = hf.config_from_hf(HF)
-    params, mesh = make_params(config), make_mesh("2x4", way)
+    params = make_params(config)
+    mesh = make_mesh("2x4", way)
     on_mesh = put(mesh, moax.param_specs(config, mesh=mesh), params)
     with jax.set_mesh(mesh):
         state = hf.params_to_hf(on_mesh, config, "mixtral")
@@ -156,12 +180,18 @@ def test_files_on_every_mesh(tmp_path, way):
         assert tree.wi.sharding.spec == on_mesh.wi.sharding.spec
 
 
-@pytest.mark.parametrize("entries", [(), ("ep",), (("ep", "fsdp"),), (None, "fsdp"), (None, None, "fsdp")])
+@pytest.mark.parametrize(
+    "entries",
+    [(), ("ep",), (("ep", "fsdp"),), (None, "fsdp"), (None, None, "fsdp")],
+)
 def test_merge_takes_adapters_in_any_layout(entries):
     """Breaks if adapters that lie otherwise than weights on Explicit axes raise, or make other weights."""
     want = lora.merge(Operands(None, "explicit").params, Operands(None, "explicit").adapters)
     operands = Operands("2x4", "explicit")
-    wi_a = jax.device_put(operands.adapters.wi_a, jax.sharding.NamedSharding(operands.mesh, jax.P(*entries)))
+    wi_a = jax.device_put(
+        operands.adapters.wi_a,
+        jax.sharding.NamedSharding(operands.mesh, jax.P(*entries)),
+    )
     adapters = dataclasses.replace(operands.adapters, wi_a=wi_a)
     assert_equal(jax.jit(lora.merge)(operands.params, adapters), want)
 
@@ -170,13 +200,27 @@ def test_merge_takes_adapters_in_any_layout(entries):
 def test_biases_and_counts_in_two_layouts(rule):
     """Breaks if a bias that lies otherwise than the counts on Explicit axes raises, or becomes another bias."""
     mesh = make_mesh("2x4", "explicit")
-    bias, tokens = random(1, 2, 8), jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    bias = random(1, 2, 8)
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
     histogram = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 8, 1000)), jnp.int32)
-    want = moax.update_router_bias(bias, tokens, rule=rule, histogram=histogram if rule == "quantile" else None)
-    place = lambda x, *entries: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P(*entries)))  # noqa: E731
+    want = moax.update_router_bias(
+        bias,
+        tokens,
+        rule=rule,
+        histogram=histogram if rule == "quantile" else None,
+    )
+
+    def place(x, *entries):
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P(*entries)))
+
     counts = place(tokens, "fsdp"), place(histogram, None, "fsdp")
     histogram = counts[1] if rule == "quantile" else None
-    got = moax.update_router_bias(place(bias, None, "ep"), counts[0], rule=rule, histogram=histogram)
+    got = moax.update_router_bias(
+        place(bias, None, "ep"),
+        counts[0],
+        rule=rule,
+        histogram=histogram,
+    )
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)  # a quantile less their mean is small
 
 
@@ -185,7 +229,8 @@ def test_parameters_of_the_router_in_any_layout(way):
     """Breaks if a trainer cannot shard the small parameters of the router over fsdp, as it shards all others."""
     router = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
     config = moax.MoEConfig(64, 64, 8, 2, router=router)
-    params, x = make_params(config), random(1, 64, 64)
+    params = make_params(config)
+    x = random(1, 64, 64)
 
     def gradients(params, x):
         return jax.jit(jax.grad(lambda p, x: jnp.sum(moax.moe(x, p, config)[0] ** 2)))(params, x)

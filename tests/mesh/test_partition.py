@@ -30,7 +30,8 @@ from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_no
 from support.block import MESH, check, check_gradients, cotangent, loss_of
 from support.oracle.block import block as block_by_numpy
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AUTO = AxisType.Auto
+EXPLICIT = AxisType.Explicit
 DEVICES = 8
 
 
@@ -70,7 +71,11 @@ def rows(*shape, seed=0):
 
 def check_double(got, x, w=1.0, factor=2.0):
     x = np.asarray(x)
-    for value, want in zip(got, (factor * x * w, x.sum(-2), x.reshape(*x.shape[:-2], -1)), strict=True):
+    for value, want in zip(
+        got,
+        (factor * x * w, x.sum(-2), x.reshape(*x.shape[:-2], -1)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(value, want)
 
 
@@ -87,13 +92,20 @@ def view_of(mesh, engine="auto", axes=Axes(), manual=None):
 
     with jax.set_mesh(mesh):
         if manual is not None:
-            look = jax.shard_map(look, in_specs=P(), out_specs=P(), axis_names=set(manual), check_vma=False)
+            look = jax.shard_map(
+                look,
+                in_specs=P(),
+                out_specs=P(),
+                axis_names=set(manual),
+                check_vma=False,
+            )
         jax.eval_shape(look, jnp.zeros(8))
     return seen[0]
 
 
 SIZES = dict(fsdp=2, ep=4)
-ROLES = Axes().resolve(AbstractMesh(tuple(SIZES.values()), tuple(SIZES)))  # A GPU machine may have fewer devices.
+# A GPU machine may have fewer devices.
+ROLES = Axes().resolve(AbstractMesh(tuple(SIZES.values()), tuple(SIZES)))
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
@@ -101,9 +113,16 @@ def test_no_mesh_and_axes_of_one_device(engine):
     """Breaks if one device pays for a mesh: partitioning, or a collective over one rank."""
     view = find_mesh_view(Axes(), engine, jnp.zeros(8))
     assert view.engine == "local" and view.mesh is None
-    for mesh in (mesh_with({}, fsdp=1, ep=1), mesh_with({}, stage=DEVICES), mesh_with({}, fsdp=1, stage=4)):
+    for mesh in (
+        mesh_with({}, fsdp=1, ep=1),
+        mesh_with({}, stage=DEVICES),
+        mesh_with({}, fsdp=1, stage=4),
+    ):
         view = view_of(mesh, engine, axes=Axes(other="stage"))
-        assert view.engine == "local" and not view.manual and view.axes == ResolvedAxes() and view.mesh is not None
+        assert view.engine == "local"
+        assert not view.manual
+        assert view.axes == ResolvedAxes()
+        assert view.mesh is not None
 
 
 def test_auto_axes():
@@ -124,7 +143,8 @@ def test_explicit_axes(sizes):
         view = view_of(mesh, engine, axes=Axes(other="stage"))
         assert (view.engine, view.manual, view.explicit) == ("shard_map", False, True)
     with pytest.raises(
-        Unsupported, match="engine='custom_partitioning' cannot run on this mesh: axes are Explicit; use"
+        Unsupported,
+        match="engine='custom_partitioning' cannot run on this mesh: axes are Explicit; use",
     ):
         view_of(mesh, "custom_partitioning", axes=Axes(other="stage"))
 
@@ -143,7 +163,10 @@ def test_other_axes_manual():
     mesh = mesh_with({}, stage=2, **{**SIZES, "ep": 2})
     view = view_of(mesh, manual=["stage"])
     assert (view.engine, view.manual, view.mesh.manual_axes) == ("shard_map", False, ("stage",))
-    with pytest.raises(Unsupported, match=re.escape("axes ['stage'] are Manual; use 'auto' or 'shard_map'")):
+    with pytest.raises(
+        Unsupported,
+        match=re.escape("axes ['stage'] are Manual; use 'auto' or 'shard_map'"),
+    ):
         view_of(mesh, "custom_partitioning", manual=["stage"])
 
 
@@ -156,20 +179,30 @@ def test_some_of_the_axes_manual():
 
 @pytest.mark.parametrize(
     ("recipe", "engine"),
-    some([("fp8_block", "auto"), (None, "auto"), (None, "shard_map"), ("fp8_block", "shard_map")], 1),
+    some(
+        [("fp8_block", "auto"), (None, "auto"), (None, "shard_map"), ("fp8_block", "shard_map")],
+        1,
+    ),
 )
 def test_inside_a_shard_map_over_another_axis(recipe, engine):
     """Breaks if the result of one stage is taken for that of all, or a weight of all has the gradient of one stage."""
     mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "ep"), (AxisType.Auto,) * 3)
     config = moax.MoEConfig(32, 64, 4, 2, use_bias=True)
-    params, x = moax.init(jax.random.key(0), config), jnp.asarray(random(1, 2, 16, 32))
-    how = dict(recipe=recipe, engine=engine)
+    params = moax.init(jax.random.key(0), config)
+    x = jnp.asarray(random(1, 2, 16, 32))
+    settings = dict(recipe=recipe, engine=engine)
 
     def stage(params, x):
-        return moax.moe(x[0], params, config, **how)[0][None]
+        return moax.moe(x[0], params, config, **settings)[0][None]
 
     def mapped(out):
-        return jax.shard_map(stage, mesh=mesh, in_specs=(P(), P("stage")), out_specs=out, axis_names={"stage"})
+        return jax.shard_map(
+            stage,
+            mesh=mesh,
+            in_specs=(P(), P("stage")),
+            out_specs=out,
+            axis_names={"stage"},
+        )
 
     def loss(params, x):
         return jnp.sum(mapped(P("stage"))(params, x) ** 2)
@@ -183,7 +216,9 @@ def test_inside_a_shard_map_over_another_axis(recipe, engine):
         got = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(params, x))
     limit = 5e-6 if recipe is None else 0.1  # a stage quantizes rows of its own
     jax.tree.map(
-        lambda g, w: rel_norm(g, w) < limit or pytest.fail(f"{rel_norm(g, w)}"), got, jax.grad(want, (0, 1))(params, x)
+        lambda g, w: rel_norm(g, w) < limit or pytest.fail(f"{rel_norm(g, w)}"),
+        got,
+        jax.grad(want, (0, 1))(params, x),
     )
 
 
@@ -218,20 +253,34 @@ WAYS = (*ENGINES, "explicit")
 
 @pytest.mark.parametrize(
     ("way", "mesh"),
-    some([("custom_partitioning", "2x4"), ("shard_map", "tp2x2x2"), ("explicit", "dp2x2x2"), ("explicit", "8x1"),
-          *itertools.product(WAYS, ("2x4", "8x1"))], 4),
-)  # fmt: skip
+    some(
+        [
+            ("custom_partitioning", "2x4"),
+            ("shard_map", "tp2x2x2"),
+            ("explicit", "dp2x2x2"),
+            ("explicit", "8x1"),
+            *itertools.product(WAYS, ("2x4", "8x1")),
+        ],
+        4,
+    ),
+)
 def test_a_local_function_on_a_mesh(way, mesh):
     """Breaks if results are not the global ones, wherever the operand lies or nowhere yet, or a sum leaves an
     axis out or doubles one."""
-    x, w = rows(16, 8), rows(8, seed=1)
+    x = rows(16, 8)
+    w = rows(8, seed=1)
     on = make_mesh(mesh, way)
     axis = next(iter(on.shape))
     with jax.set_mesh(on):
         engine = way if way in ENGINES else "auto"
-        run = jax.jit(lambda x, w: (double(x, engine=engine), double(x, w, factor=3.0, engine=engine)))
-        for at in (None, P(), P(axis), P(None, axis)):
-            plain, scaled = run(x if at is None else jax.device_put(x, NamedSharding(on, at)), w)
+        run = jax.jit(
+            lambda x, w: (double(x, engine=engine), double(x, w, factor=3.0, engine=engine)),
+        )
+        for layout in (None, P(), P(axis), P(None, axis)):
+            plain, scaled = run(
+                x if layout is None else jax.device_put(x, NamedSharding(on, layout)),
+                w,
+            )
             check_double(plain, x)
             check_double(scaled, x, np.asarray(w), 3.0)
 
@@ -258,7 +307,13 @@ def test_inside_a_shard_map_over_other_axes(kind):
         return y[None], total[None], flat[None]
 
     with jax.set_mesh(mesh):
-        run = jax.shard_map(stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False)
+        run = jax.shard_map(
+            stage,
+            in_specs=P("stage"),
+            out_specs=P("stage"),
+            axis_names={"stage"},
+            check_vma=False,
+        )
         check_double(jax.jit(run)(x), x)
 
 
@@ -299,18 +354,28 @@ def test_rows_that_do_not_divide(way):
     message = "double: operand 0: dim 0 of size 12 is not divisible by mesh axes ('fsdp', 'ep') of 8 devices"
     with jax.set_mesh(make_mesh("2x4", way)):
         with pytest.raises(ValueError, match=re.escape(message)):
-            jax.jit(functools.partial(double, engine=way if way in ENGINES else "auto"))(rows(12, 4))
+            jax.jit(functools.partial(double, engine=way if way in ENGINES else "auto"))(
+                rows(
+                    12,
+                    4,
+                )
+            )
 
 
 # An op that follows its weight's layout, as the products do, and refuses one layout.
 
 
 def follow_contract(static, operands, found):
-    of = Spec(None, None) if found[0] is None else found[0]
-    if len(of) > 1 and of[1] is not None:
-        raise ValueError(f"w: dim 1 is sharded over {of[1]}")
-    names = of[0] if len(of) and of[0] is not None else ()
-    return OpSharding((of,), (Spec(names), Spec(None)), ((), names if isinstance(names, tuple) else (names,)), names)
+    own_spec = Spec(None, None) if found[0] is None else found[0]
+    if len(own_spec) > 1 and own_spec[1] is not None:
+        raise ValueError(f"w: dim 1 is sharded over {own_spec[1]}")
+    names = own_spec[0] if len(own_spec) and own_spec[0] is not None else ()
+    return OpSharding(
+        (own_spec,),
+        (Spec(names), Spec(None)),
+        ((), names if isinstance(names, tuple) else (names,)),
+        names,
+    )
 
 
 def follow_local(static, layout, w):
@@ -324,7 +389,8 @@ _follow = Op("follow", follow_local, "a b -> a, b", sharding=follow_contract)
 @pytest.mark.parametrize("at", [P(), P(("ep",)), P(("fsdp", "ep")), P(("ep", "fsdp"))], ids=str)
 def test_the_layout_that_an_operand_has(way, at):
     """Breaks if an operand's own layout is not what the contract is asked about, or the local function is not told."""
-    mesh, w = make_mesh("2x4", way), rows(16, 4)
+    mesh = make_mesh("2x4", way)
+    w = rows(16, 4)
     with jax.set_mesh(mesh):
         layout, total = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w))(
             jax.device_put(w, NamedSharding(mesh, at))
@@ -337,7 +403,8 @@ def test_the_layout_that_an_operand_has(way, at):
 @pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
 def test_a_layout_that_the_contract_refuses(way):
     """Breaks if the type a user wrote is overruled, or a layout that propagation chose is an error."""
-    mesh, w = make_mesh("2x4", way), rows(16, 4)
+    mesh = make_mesh("2x4", way)
+    w = rows(16, 4)
     with jax.set_mesh(mesh):
         run = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w)[1])
         w_at = jax.device_put(w, NamedSharding(mesh, P(None, "ep")))
@@ -356,13 +423,18 @@ def test_vmap(way):
     """Breaks if a batch is not each of its elements: all operands batched or one alone, twice over."""
     engine = way if way in ENGINES else "auto"
     fn = functools.partial(double, engine=engine)
-    x, w = rows(2, 3, 16, 4), rows(3, 4, seed=1)
+    x = rows(2, 3, 16, 4)
+    w = rows(3, 4, seed=1)
     with jax.set_mesh(make_mesh("2x4", way) if way != "none" else mesh_with({}, fsdp=1)):
         check_double(jax.jit(jax.vmap(fn))(x[0]), x[0])
         check_double(jax.jit(jax.vmap(jax.vmap(fn)))(x), x)
         check_double(jax.jit(jax.vmap(fn, in_axes=(0, None)))(x[0], w[0]), x[0], np.asarray(w[0]))
         check_double(jax.jit(jax.vmap(fn))(x[0], w), x[0], np.asarray(w)[:, None])
-        check_double(jax.jit(jax.vmap(jax.vmap(fn), in_axes=(0, None)))(x, w), x, np.asarray(w)[:, None])
+        check_double(
+            jax.jit(jax.vmap(jax.vmap(fn), in_axes=(0, None)))(x, w),
+            x,
+            np.asarray(w)[:, None],
+        )
         y, total, _ = jax.jit(jax.vmap(fn, in_axes=(None, 0)))(x[0, 0], w)
         np.testing.assert_array_equal(y, 2 * x[0, 0][None] * w[:, None])
         np.testing.assert_array_equal(total, np.broadcast_to(x[0, 0].sum(0), (3, 4)))
@@ -374,7 +446,8 @@ CONFIG = moax.MoEConfig(16, 24, 8, 2, use_bias=True, router=moax.RouterConfig(au
 @pytest.mark.parametrize("way", some(["explicit", "custom_partitioning", "shard_map"], 1))
 def test_arguments_that_lie_nowhere_yet(way):
     """Breaks if the block needs its arguments placed: those made before the mesh was set are one device's."""
-    x, params = jnp.asarray(random(1, 32, 16)), make_params(CONFIG)
+    x = jnp.asarray(random(1, 32, 16))
+    params = make_params(CONFIG)
     engine = way if way in ENGINES else "auto"
     with jax.set_mesh(make_mesh("2x4", way)):
         got = jax.jit(jax.grad(lambda x, p: jnp.sum(moe(x, p, CONFIG, engine=engine)[0] ** 2), (0, 1)))(x, params)
@@ -401,8 +474,8 @@ def test_vmap_of_the_block(way):
             params = put(mesh, stacked, params)
         grads, outputs = jax.jit(jax.vmap(jax.grad(loss, (0, 1), has_aux=True)))(x, params)
     for i in range(2):
-        got, of, one = (jax.tree.map(lambda v, i=i: np.asarray(v)[i], tree) for tree in (grads, params, outputs))
-        want = block_by_numpy(x[i], of, CONFIG, cotangent((32, 16)), d_losses=(1, 1))
+        got, own, one = (jax.tree.map(lambda v, i=i: np.asarray(v)[i], tree) for tree in (grads, params, outputs))
+        want = block_by_numpy(x[i], own, CONFIG, cotangent((32, 16)), d_losses=(1, 1))
         check((one, got), want, MESH)
 
 
@@ -415,12 +488,25 @@ def on_2x4(fn, *args, in_specs, out_specs):
 
 
 @pytest.mark.parametrize(
-    "gather", [(("fsdp",), ()), ((), ("ep",)), (("fsdp", "ep"), ()), (("ep", "fsdp"), ()), (("ep",), ("fsdp",))]
+    "gather",
+    [
+        (("fsdp",), ()),
+        ((), ("ep",)),
+        (("fsdp", "ep"), ()),
+        (("ep", "fsdp"), ()),
+        (("ep",), ("fsdp",)),
+    ],
 )
 def test_gather_and_scatter_are_transposed(gather):
     """Breaks if shards are gathered in another order than the mesh has cut them, or devices swap gradients."""
-    w, at = rows(8, 16), P(*(names or None for names in gather))
-    whole = on_2x4(lambda w: gather_weight(w, gather)[None], w, in_specs=at, out_specs=P(("fsdp", "ep")))
+    w = rows(8, 16)
+    layout = P(*(names or None for names in gather))
+    whole = on_2x4(
+        lambda w: gather_weight(w, gather)[None],
+        w,
+        in_specs=layout,
+        out_specs=P(("fsdp", "ep")),
+    )
     np.testing.assert_array_equal(whole, np.broadcast_to(w, (DEVICES, 8, 16)))
     # Each device's gradient of the whole weight, its own number times w: the sum over the gathered axes, in shards.
     others = tuple(n for n in ("fsdp", "ep") if n not in sum(gather, ()))
@@ -430,7 +516,7 @@ def test_gather_and_scatter_are_transposed(gather):
         shard = scatter_gradient(mine, gather)
         return lax.psum(shard, others) if others else shard
 
-    got = on_2x4(grad, w, in_specs=P(), out_specs=at)
+    got = on_2x4(grad, w, in_specs=P(), out_specs=layout)
     np.testing.assert_array_equal(got, sum(range(1, DEVICES + 1)) * w)
 
 
@@ -452,14 +538,20 @@ def test_a_block_that_shards_share_has_one_scale():
     np.testing.assert_array_equal(scale, whole.scale)
     np.testing.assert_array_equal(data, whole.data)
     with jax.set_mesh(mesh):
-        found = collectives(run, w)
-    assert sorted((c.kind, c.dtype) for c in found) == [("all-gather", "uint8"), ("all-reduce", "float32")]
+        traffic = collectives(run, w)
+    expected = [("all-gather", "uint8"), ("all-reduce", "float32")]
+    assert sorted((c.kind, c.dtype) for c in traffic) == expected
 
 
 def test_reduce_max():
     """Breaks if an amax is one shard's, or if no axes to reduce over is an error."""
     x = rows(8, 2)
-    got = on_2x4(lambda x: reduce_max(x, ("fsdp", "ep")), x, in_specs=P(("fsdp", "ep")), out_specs=P())
+    got = on_2x4(
+        lambda x: reduce_max(x, ("fsdp", "ep")),
+        x,
+        in_specs=P(("fsdp", "ep")),
+        out_specs=P(),
+    )
     np.testing.assert_array_equal(got[0], x.max(0))
     assert reduce_max(x, ()) is x
 

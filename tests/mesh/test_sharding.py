@@ -27,7 +27,17 @@ from moax.recipe import FULL, RECIPES
 from support import make_mesh, some
 
 ROUTER = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
-CONFIG = MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER, d_latent=16)
+CONFIG = MoEConfig(
+    32,
+    48,
+    8,
+    2,
+    use_bias=True,
+    shared_d_ff=16,
+    shared_gate=True,
+    router=ROUTER,
+    d_latent=16,
+)
 NAMES = [f.name for f in dataclasses.fields(MoEParams)]
 
 
@@ -49,7 +59,8 @@ def roles_on(axes: Axes = Axes(), **sizes: int) -> ResolvedAxes:
 
 def test_axes_are_names_or_tuples():
     """Breaks if one name and a tuple of it are two configs, or an Axes cannot be a static argument of jit."""
-    assert Axes(fsdp=("data", "fsdp")).fsdp == ("data", "fsdp") and Axes().ep == ("ep",) == Axes(ep=("ep",)).ep
+    assert Axes(fsdp=("data", "fsdp")).fsdp == ("data", "fsdp")
+    assert Axes().ep == ("ep",) == Axes(ep=("ep",)).ep
     assert hash(Axes(dp=["a", "b"])) == hash(Axes(dp=("a", "b"))) and Axes(tp=()).tp == ()
     assert (as_names(None), as_names("a"), as_names(("a", "b"))) == ((), ("a",), ("a", "b"))
 
@@ -58,18 +69,27 @@ def test_axes_are_names_or_tuples():
     "fields, message",
     [
         (dict(fsdp="ep"), "Axes: mesh axis 'ep' is named by both fsdp and ep; name it once"),
-        (dict(dp=("a", "b"), tp="a"), "Axes: mesh axis 'a' is named by both dp and tp; name it once"),
+        (
+            dict(dp=("a", "b"), tp="a"),
+            "Axes: mesh axis 'a' is named by both dp and tp; name it once",
+        ),
         (dict(ep=("x", "x")), "Axes: mesh axis 'x' is named by both ep and ep; name it once"),
         (dict(ep=3), "Axes: ep=3 must be a mesh axis name or a tuple of them"),
         (dict(ep=("x", 3)), "Axes: ep=('x', 3) must be a mesh axis name or a tuple of them"),
-        (dict(fsdp_dim="hidden"), "Axes: fsdp_dim='hidden' must be one of 'auto', 'experts', 'model'"),
+        (
+            dict(fsdp_dim="hidden"),
+            "Axes: fsdp_dim='hidden' must be one of 'auto', 'experts', 'model'",
+        ),
         (dict(cp=("dp", "cp")), "Axes: mesh axis 'dp' is named by both dp and cp; name it once"),
         (dict(tokens="ep"), "Axes: tokens='ep'; it must be the mesh axes of each leading dim of x"),
         (
             dict(tokens=("fsdp", "tp")),
             "Axes: tokens=('fsdp', 'tp') names 'tp', which is in none of dp, fsdp, ep and cp",
         ),
-        (dict(tokens=("ep", ("fsdp", "ep"))), "Axes: tokens=('ep', ('fsdp', 'ep')) names a mesh axis twice"),
+        (
+            dict(tokens=("ep", ("fsdp", "ep"))),
+            "Axes: tokens=('ep', ('fsdp', 'ep')) names a mesh axis twice",
+        ),
     ],
 )
 def test_axes_that_cannot_be(fields, message):
@@ -103,11 +123,14 @@ def test_dims_of_token_axes():
     assert roles.sequence == ("cp",) and roles.replica_axes == ("dp", "cp")
     ordered = roles_on(Axes(tokens=P(("ep", "fsdp"), "cp")), fsdp=2, ep=2, cp=2)
     assert ordered.over(2) == (("ep", "fsdp"), ("cp",)) and ordered.tokens == ("ep", "fsdp", "cp")
-    more = roles_on(Axes(tokens=("ep",)), dp=2, fsdp=1, ep=2, cp=2)
-    assert more.over(2) == (("dp", "ep"), ("cp",))
+    with_cp = roles_on(Axes(tokens=("ep",)), dp=2, fsdp=1, ep=2, cp=2)
+    assert with_cp.over(2) == (("dp", "ep"), ("cp",))
     inner = roles_on(Axes(tokens=("fsdp", "ep")), fsdp=2, ep=2)
     assert inner.sequence == ("ep",) and inner.replica_axes == ("fsdp",)
-    with pytest.raises(ValueError, match=re.escape("x has 2 dims before H, and Axes.tokens has 3 entries")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("x has 2 dims before H, and Axes.tokens has 3 entries"),
+    ):
         roles_on(Axes(tokens=("fsdp", "ep", "cp")), fsdp=2).over(2)
 
 
@@ -160,14 +183,15 @@ KEPT = (("expert",), (), ())
         (EXPERT, KEPT, P(("expert", "fsdp")), (("fsdp",), (), ())),
         (EXPERT, KEPT, P("expert", None, "fsdp"), ((), (), ("fsdp",))),
         (EXPERT, KEPT, P("expert", "fsdp", None), ((), ("fsdp",), ())),
-        (ROLES, ((), ("tp",)), P(("fsdp", "ep"), "tp"), (("fsdp", "ep"), ())),  # a dense weight gathers ep too
+        # A dense weight gathers ep too.
+        (ROLES, ((), ("tp",)), P(("fsdp", "ep"), "tp"), (("fsdp", "ep"), ())),
     ],
 )
 def test_layout_of_a_weight(roles, kept, of, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is where a dim keeps it, if quantizing does not keep the
     shard, or if an axis of no role stays in the spec."""
-    own, keeps, found, _ = layout("w", of, kept, roles)
-    assert keeps == kept and found == gather
+    own, keeps, results, _ = layout("w", of, kept, roles)
+    assert keeps == kept and results == gather
     assert pad(own, len(kept)) == tuple(k + g for k, g in zip(kept, gather, strict=True))
 
 
@@ -192,7 +216,7 @@ def test_conflicting_layouts(of, dim, message):
 def test_gradients_are_reduced_over_replicas_never_over_experts():
     """Breaks if a weight gradient is summed over ranks of other experts, or not over all that hold copies of it."""
     weight = WeightSpec("w", P("expert"), EXPERT, FULL, "xla", np.dtype(np.float32), KEPT)
-    by = {of: replicas(weight, find_layout(weight, P(*of), 3)) for of in (("expert",), (("expert", "fsdp"),))}
+    by = {names: replicas(weight, find_layout(weight, P(*names), 3)) for names in (("expert",), (("expert", "fsdp"),))}
     assert by == {("expert",): ("dp", "fsdp"), (("expert", "fsdp"),): ("dp",)}
 
 
@@ -201,20 +225,37 @@ def test_large_weights_keep_their_dims():
     w = jax.ShapeDtypeStruct((8, 20_000, 20_000), jnp.bfloat16)
     for use in ("fprop", "dgrad"):
         format = RECIPES["mxfp8"].w
-        q = jax.eval_shape(functools.partial(ops.quantize, format=format, block=format.weight_block(3, use)), w)
+        q = jax.eval_shape(
+            functools.partial(
+                ops.quantize,
+                format=format,
+                block=format.weight_block(3, use),
+            ),
+            w,
+        )
         assert q.data.shape == w.shape and math.prod(w.shape) > 2**31
         assert all(dim < 2**31 for leaf in jax.tree.leaves(q) for dim in leaf.shape)
 
 
-@pytest.mark.parametrize("of", some([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1), ids=str)
+@pytest.mark.parametrize(
+    "of",
+    some([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1),
+    ids=str,
+)
 def test_grouped_dense_end_to_end(of):
     """Transformer Engine's own scenario, 4 groups of 128 tokens, MXFP8, outside any shard_map: gradients lie like their
     primals. Theirs checks no gradient's value; 5e-2 is its bound of the output."""
-    mesh = jax.make_mesh((2, 2), ("expert", "fsdp"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("expert", "fsdp"),
+        devices=jax.devices()[:4],
+        axis_types=(AxisType.Auto,) * 2,
+    )
     axes = Axes(ep="expert")
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((512, 256), (4, 256, 256)))
-    sizes = np.full(8, 64, np.int32)  # each rank of fsdp has half the rows of each of its two experts
+    # Each rank of fsdp has half the rows of each of its two experts.
+    sizes = np.full(8, 64, np.int32)
 
     def loss(x, w):
         return jnp.mean(ops.grouped_matmul(x, w, sizes, recipe="mxfp8", axes=axes) ** 2)
@@ -237,11 +278,20 @@ def test_grouped_dense_end_to_end(of):
 
 def expected(ep, experts, model, tp, shared) -> dict:
     return dict(
-        router=P(None, None), wi=Spec(experts, model, None, tp), wo=Spec(experts, tp, model), router_bias=P(None),
-        logits_bias=P(None), bi=Spec(ep, None, tp), bo=Spec(ep, None), shared_wi=Spec(shared, None, tp),
-        shared_wo=Spec(tp, shared), shared_gate=P(None), expert_scale=P(None),
-        latent_down=Spec(shared, None), latent_up=Spec(shared, None),
-    )  # fmt: skip
+        router=P(None, None),
+        wi=Spec(experts, model, None, tp),
+        wo=Spec(experts, tp, model),
+        router_bias=P(None),
+        logits_bias=P(None),
+        bi=Spec(ep, None, tp),
+        bo=Spec(ep, None),
+        shared_wi=Spec(shared, None, tp),
+        shared_wo=Spec(tp, shared),
+        shared_gate=P(None),
+        expert_scale=P(None),
+        latent_down=Spec(shared, None),
+        latent_up=Spec(shared, None),
+    )
 
 
 FSDP = ("data", "fsdp")
@@ -251,21 +301,37 @@ CASES = {
     "model": (Axes(fsdp_dim="model"), dict(fsdp=2, ep=4), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
     "auto falls to model": (Axes(), dict(fsdp=4, ep=4), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
     "tp": (Axes(), dict(fsdp=2, ep=2, tp=2), ("ep", ("ep", "fsdp"), (), "tp", ("fsdp", "ep"))),
-    "tp, model": (Axes(fsdp_dim="model"), dict(fsdp=2, ep=2, tp=2), ("ep", "ep", "fsdp", "tp", ("fsdp", "ep"))),
-    "dp shards no weight": (Axes(), dict(dp=2, fsdp=2, ep=2), ("ep", ("ep", "fsdp"), (), (), ("fsdp", "ep"))),
+    "tp, model": (
+        Axes(fsdp_dim="model"),
+        dict(fsdp=2, ep=2, tp=2),
+        ("ep", "ep", "fsdp", "tp", ("fsdp", "ep")),
+    ),
+    "dp shards no weight": (
+        Axes(),
+        dict(dp=2, fsdp=2, ep=2),
+        ("ep", ("ep", "fsdp"), (), (), ("fsdp", "ep")),
+    ),
     "dp alone": (Axes(), dict(dp=8), ((), (), (), (), ())),
     "size one": (Axes(), dict(dp=1, fsdp=1, ep=1, tp=1), ((), (), (), (), ())),
     "left out": (Axes(other="stage"), dict(stage=8), ((), (), (), (), ())),
     "no ep": (Axes(), dict(fsdp=8, ep=1), ((), "fsdp", (), (), "fsdp")),
     "no fsdp": (Axes(fsdp_dim="model"), dict(ep=8), ("ep", "ep", (), (), "ep")),
-    "tuple": (Axes(fsdp=FSDP), dict(data=2, fsdp=2, ep=2), ("ep", ("ep", *FSDP), (), (), (*FSDP, "ep"))),
+    "tuple": (
+        Axes(fsdp=FSDP),
+        dict(data=2, fsdp=2, ep=2),
+        ("ep", ("ep", *FSDP), (), (), (*FSDP, "ep")),
+    ),
     "tuple, model": (
         Axes(fsdp=FSDP, fsdp_dim="model"),
         dict(data=2, fsdp=2, ep=2),
         ("ep", "ep", FSDP, (), (*FSDP, "ep")),
     ),
     "tuple, one absent": (Axes(fsdp=FSDP), dict(data=4), ((), "data", (), (), "data")),
-    "other names": (Axes(ep=("x", "y"), tp="z"), dict(z=2, y=2, x=2), (("x", "y"), ("x", "y"), (), "z", ("x", "y"))),
+    "other names": (
+        Axes(ep=("x", "y"), tp="z"),
+        dict(z=2, y=2, x=2),
+        (("x", "y"), ("x", "y"), (), "z", ("x", "y")),
+    ),
     "shared not by ep": (Axes(), dict(fsdp=2, ep=8), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
 }
 
@@ -275,7 +341,8 @@ def test_param_specs(name):
     """Breaks if a weight's layout is not that of DESIGN.md section 3, on meshes with absent and size-1 axes too."""
     axes, sizes, want = CASES[name]
     got = dataclasses.asdict(param_specs(CONFIG, axes, mesh_of_sizes(**sizes)))
-    assert {n: tuple(s) for n, s in got.items()} == {n: tuple(s) for n, s in expected(*want).items()}
+    wanted = {n: tuple(s) for n, s in expected(*want).items()}
+    assert {n: tuple(s) for n, s in got.items()} == wanted
 
 
 def test_shared_experts_go_over_fsdp_alone_where_ep_does_not_divide():
@@ -296,7 +363,11 @@ def test_only_what_init_makes():
 @pytest.mark.parametrize(
     "axes, sizes, message",
     [
-        (Axes(), dict(ep=3), "params.wi: dim 0 of size 8 is not divisible by mesh axes ('ep',) of 3 devices"),
+        (
+            Axes(),
+            dict(ep=3),
+            "params.wi: dim 0 of size 8 is not divisible by mesh axes ('ep',) of 3 devices",
+        ),
         (
             Axes(fsdp_dim="experts"),
             dict(fsdp=4, ep=4),
@@ -307,8 +378,16 @@ def test_only_what_init_makes():
             dict(fsdp=5),
             "params.wi: dim 1 of size 16 is not divisible by mesh axes ('fsdp',) of 5",
         ),
-        (Axes(), dict(tp=5), "params.wi: dim 3 of size 48 is not divisible by mesh axes ('tp',) of 5 devices"),
-        (Axes(), dict(tp=24), "params.shared_wi: dim 2 of size 16 is not divisible by mesh axes ('tp',) of 24 devices"),
+        (
+            Axes(),
+            dict(tp=5),
+            "params.wi: dim 3 of size 48 is not divisible by mesh axes ('tp',) of 5 devices",
+        ),
+        (
+            Axes(),
+            dict(tp=24),
+            "params.shared_wi: dim 2 of size 16 is not divisible by mesh axes ('tp',) of 24 devices",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(axes, sizes, message):
@@ -329,8 +408,16 @@ def test_the_mesh_in_force(way):
     mesh = make_mesh("2x4", way)
     with jax.set_mesh(mesh):
         here = param_specs(CONFIG), token_spec(Axes(), 3), dense_spec(Axes(), (32, 8))
-    given = param_specs(CONFIG, mesh=mesh), token_spec(Axes(), 3, mesh), dense_spec(Axes(), (32, 8), mesh)
-    assert here == given
+    axes_by_name = (
+        param_specs(CONFIG, mesh=mesh),
+        token_spec(Axes(), 3, mesh),
+        dense_spec(
+            Axes(),
+            (32, 8),
+            mesh,
+        ),
+    )
+    assert here == axes_by_name
     assert here[1:] == (P(("fsdp", "ep"), None, None), P(("fsdp", "ep"), None))
 
 
@@ -369,24 +456,30 @@ def shapes_of(specs, roles: ResolvedAxes, config=CONFIG):
 def test_shards_are_found_by_shape(sizes, fsdp_dim):
     """Breaks if shards laid out by `param_specs` are gathered along another dim than the one they were cut along."""
     axes = Axes(fsdp_dim=fsdp_dim)
-    specs, roles = param_specs(CONFIG, axes, mesh_of_sizes(**sizes)), roles_on(**sizes)
+    specs = param_specs(CONFIG, axes, mesh_of_sizes(**sizes))
+    roles = roles_on(**sizes)
     for hint in (axes, Axes()):  # the shapes decide, whatever the caller says of fsdp_dim
-        found = shard_specs(shapes_of(specs, roles), CONFIG, hint, roles)
-        assert {n: tuple(getattr(found, n)) for n in NAMES} == {n: tuple(getattr(specs, n)) for n in NAMES}
+        specs_found = shard_specs(shapes_of(specs, roles), CONFIG, hint, roles)
+        expected = {n: tuple(getattr(specs, n)) for n in NAMES}
+        assert {n: tuple(getattr(specs_found, n)) for n in NAMES} == expected
 
 
 def test_shards_without_fsdp():
     """Breaks if a caller who gathered over fsdp, or never sharded by it, gets the weights gathered again."""
     roles = roles_on(fsdp=2, ep=4)
     specs = param_specs(CONFIG, mesh=mesh_of_sizes(ep=4))
-    found = shard_specs(shapes_of(specs, roles), CONFIG, Axes(), roles)
-    assert found.wi == P("ep", None, None, None) and found.wo == P("ep", None, None)
-    none = dataclasses.replace(shapes_of(specs, roles), shared_wi=jax.ShapeDtypeStruct((32, 2, 16), jnp.float32))
+    specs_found = shard_specs(shapes_of(specs, roles), CONFIG, Axes(), roles)
+    assert specs_found.wi == P("ep", None, None, None) and specs_found.wo == P("ep", None, None)
+    none = dataclasses.replace(
+        shapes_of(specs, roles),
+        shared_wi=jax.ShapeDtypeStruct((32, 2, 16), jnp.float32),
+    )
     assert shard_specs(none, CONFIG, Axes(), roles).shared_wi == P(None, None, None)
 
 
 @pytest.mark.parametrize(
-    "name, shape", [("wi", (8, 32, 2, 48)), ("wo", (2, 48, 16, 1)), ("bo", (8, 32)), ("wi", (1, 8, 2, 48))]
+    "name, shape",
+    [("wi", (8, 32, 2, 48)), ("wo", (2, 48, 16, 1)), ("bo", (8, 32)), ("wi", (1, 8, 2, 48))],
 )
 def test_no_shard_has_this_shape(name, shape):
     """Breaks if a weight whose experts are not split is taken for a shard, or the message lists none that is."""
@@ -395,7 +488,8 @@ def test_no_shard_has_this_shape(name, shape):
     good = shapes_of(param_specs(CONFIG, mesh=mesh_of_sizes(**sizes)), roles)
     bad = dataclasses.replace(good, **{name: jax.ShapeDtypeStruct(shape, jnp.float32)})
     with pytest.raises(
-        ValueError, match=re.escape(f"params.{name} has shape {shape} inside the shard_map; a shard has (")
+        ValueError,
+        match=re.escape(f"params.{name} has shape {shape} inside the shard_map; a shard has ("),
     ):
         shard_specs(bad, CONFIG, Axes(), roles)
 
@@ -417,7 +511,8 @@ def test_constrain_on_every_mesh(way):
 
 def test_mesh_in_force():
     """Breaks if an array's own mesh is not found where none is set, or counts for more than the one in force."""
-    mesh, other = make_mesh("2x4", "explicit"), make_mesh("1x8", "explicit")
+    mesh = make_mesh("2x4", "explicit")
+    other = make_mesh("1x8", "explicit")
     x = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("ep")))
     assert mesh_in_force(jnp.zeros(8)) is None
     assert mesh_in_force(jnp.zeros(8), x).shape == mesh.shape
@@ -444,8 +539,12 @@ def test_settle():
     mesh = make_mesh("2x4", "explicit")
     params = moax.init(jax.random.key(0), CONFIG)
     with jax.set_mesh(mesh):
-        declared, mine = param_specs(CONFIG), P("ep", "fsdp", None, None)
-        params = dataclasses.replace(params, wi=jax.device_put(params.wi, NamedSharding(mesh, mine)))
+        declared = param_specs(CONFIG)
+        mine = P("ep", "fsdp", None, None)
+        params = dataclasses.replace(
+            params,
+            wi=jax.device_put(params.wi, NamedSharding(mesh, mine)),
+        )
         got = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, reshard_params(params, declared))
     assert got == dataclasses.replace(declared, wi=mine)
 
@@ -458,19 +557,23 @@ def test_named():
     assert shardings.wi == NamedSharding(mesh, specs.wi) and shardings.bi is None
 
 
-entries = st.lists(st.sampled_from(["dp", "fsdp", "ep", "tp", "elsewhere"]), unique=True, max_size=5)
+entries = st.lists(
+    st.sampled_from(["dp", "fsdp", "ep", "tp", "elsewhere"]),
+    unique=True,
+    max_size=5,
+)
 
 
 @given(names=entries, cuts=st.lists(st.integers(0, 5), min_size=2, max_size=2))
 def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
     """Breaks if some layout is accepted whose gather does not leave exactly the kept axes, in order."""
-    first, second = sorted(cuts)
-    of = P(*(tuple(part) or None for part in (names[:first], names[first:second], names[second:])))
-    kept = (("ep",), (), ("tp",))
+    first_cut, second = sorted(cuts)
+    weight_spec = P(*(tuple(part) or None for part in (names[:first_cut], names[first_cut:second], names[second:])))
+    split_axes = (("ep",), (), ("tp",))
     try:
-        own, _, gather, _ = layout("w", of, kept, ROLES)
+        own, _, gather, _ = layout("w", weight_spec, split_axes, ROLES)
     except ValueError as error:
         assert re.search(r": dim \d is (not )?sharded", str(error))
         return
-    for entry, gathered, need in zip(pad(own, 3), gather, kept, strict=True):
+    for entry, gathered, need in zip(pad(own, 3), gather, split_axes, strict=True):
         assert entry == need + gathered and set(gathered) <= {"fsdp"}

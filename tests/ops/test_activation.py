@@ -32,10 +32,12 @@ SIX = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")
 @pytest.mark.parametrize("activation", SIX)
 def test_values_and_derivatives(activation):
     """To float32's precision, in and out of the clamps; 1 - tanh^2 of gelu's derivative cancels digits."""
-    h, d_a = hidden(activation, 32), random(1, 32, 48)
+    h = hidden(activation, 32)
+    d_a = random(1, 32, 48)
     a, pull = jax.vjp(lambda h: activate(h, activation), jnp.asarray(h))
     (d_h,) = pull(jnp.asarray(d_a))
-    want, d_want = oracle.activate(h, activation), oracle.activate_grad(h, activation, d_a)
+    want = oracle.activate(h, activation)
+    d_want = oracle.activate_grad(h, activation, d_a)
     assert rel_error(a, want) < 1e-6
     assert rel_error(d_h, d_want) < (1e-5 if activation in ("gelu", "geglu") else 3e-6)
     assert rel_error(a, reference.activate(jnp.asarray(h), activation)) < 1e-6
@@ -73,11 +75,14 @@ OWN = {
 
 @pytest.mark.loose
 @pytest.mark.parametrize(
-    "activation", some([(name,) for name in list(OWN)[::-1]], 3), ids=lambda v: re.sub(r" at 0x\w+", "", str(v))
+    "activation",
+    some([(name,) for name in list(OWN)[::-1]], 3),
+    ids=lambda v: re.sub(r" at 0x\w+", "", str(v)),
 )
 def test_further_activations(activation):
     """Breaks if a name, a pair or a function is not the function that it says, or gate and up change places."""
-    h, d_a = hidden(activation, 32), random(1, 32, 48)
+    h = hidden(activation, 32)
+    d_a = random(1, 32, 48)
     a, pull = jax.vjp(lambda h: activate(h, activation), jnp.asarray(h))
     (d_h,) = pull(jnp.asarray(d_a))
     with jax.enable_x64(True):
@@ -132,17 +137,20 @@ def test_bfloat16(activation):
 
 
 @pytest.mark.parametrize(
-    "way", some(("explicit", "custom_partitioning", "user_inside", "shard_map", "user", "user_vma"), 1)
+    "way",
+    some(("explicit", "custom_partitioning", "user_inside", "shard_map", "user", "user_vma"), 1),
 )
 def test_on_mesh(way):
     """Shardings pass through: rows over (fsdp, ep), F over tp, forward and backward, and nothing is communicated."""
-    h, d_a = hidden("swiglu", 32), random(1, 32, 48)
+    h = hidden("swiglu", 32)
+    d_a = random(1, 32, 48)
     rows = spec("tp2x2x2", TOKENS, None, "tp"), spec("tp2x2x2", TOKENS, "tp")
     fn = lambda h, engine: (activate(h, "swiglu"), ())  # noqa: E731
     run = program(way, "tp2x2x2", fn, (h,), (rows[0],), rows[1], cotangents=d_a)
     assert run.under(lambda *args: collectives(run.fn, *args)) == []
     a, _, (d_h,) = run()
-    want, d_want = oracle.activate(h, "swiglu"), oracle.activate_grad(h, "swiglu", d_a)
+    want = oracle.activate(h, "swiglu")
+    d_want = oracle.activate_grad(h, "swiglu", d_a)
     assert rel_error(a, want) < 1e-6
     assert rel_error(d_h, d_want) < 1e-6
 
@@ -150,7 +158,10 @@ def test_on_mesh(way):
 def test_leading_dims():
     """[B, L, G, F] as well as [N, G, F]."""
     h = jnp.asarray(hidden("geglu", 2, 16))
-    np.testing.assert_array_equal(activate(h, "geglu").reshape(32, -1), activate(h.reshape(32, 2, -1), "geglu"))
+    np.testing.assert_array_equal(
+        activate(h, "geglu").reshape(32, -1),
+        activate(h.reshape(32, 2, -1), "geglu"),
+    )
 
 
 def test_nan_stays_in_its_unit():

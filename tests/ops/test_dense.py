@@ -60,7 +60,8 @@ def on_mesh(way, mesh, layout, recipe=None, of_x=None, **sizes):
     of_w = spec(mesh, *LAYOUTS[layout])
     tp = ["tp" if "tp" in (e or ()) else None for e in (*of_w, *[None] * (w.ndim - len(of_w)))]
     leading = of_x or (TOKENS, *[None] * (x.ndim - 2))
-    at, out = spec(mesh, *leading, tp[0]), spec(mesh, *leading, *tp[1:])
+    placement = spec(mesh, *leading, tp[0])
+    out = spec(mesh, *leading, *tp[1:])
     declared = None if way in ("custom_partitioning", "explicit") else of_w
 
     def forward(x, w, b, engine):
@@ -68,8 +69,15 @@ def on_mesh(way, mesh, layout, recipe=None, of_x=None, **sizes):
         return jax.lax.psum(y, "tp") if tp[0] and in_user_shard_map() else y, ()
 
     p = program(
-        way, mesh, forward, (x, w, b), (at, of_w, spec(mesh, *tp[1:])), out, cotangents=dy, wrt=(0, 1, 2)
-    )  # fmt: skip
+        way,
+        mesh,
+        forward,
+        (x, w, b),
+        (placement, of_w, spec(mesh, *tp[1:])),
+        out,
+        cotangents=dy,
+        wrt=(0, 1, 2),
+    )
     return p, (x, w, b, dy)
 
 
@@ -86,14 +94,26 @@ def check(got, args):
 def test_shapes(rows, columns):
     """Any leading dims, weights of two dims or three: those of tensordot; with a bias and without."""
     x, w, b, dy = operands(columns=columns, rows=rows)
-    p = program("none", "", lambda *a, engine: (dense(*a), ()), (x, w, b), cotangents=dy, wrt=(0, 1, 2))
+    p = program(
+        "none",
+        "",
+        lambda *a, engine: (dense(*a), ()),
+        (x, w, b),
+        cotangents=dy,
+        wrt=(0, 1, 2),
+    )
     check(p(), (x, w, b, dy))
     assert rel_error(dense(jnp.asarray(x), jnp.asarray(w)), np.tensordot(x.astype(np.float64), w, 1)) < 2e-6
 
 
 COVER = Table(
     "dense",
-    {"way": WAYS, "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"), "layout": tuple(LAYOUTS), "recipe": (None, *RECIPES)},
+    {
+        "way": WAYS,
+        "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"),
+        "layout": tuple(LAYOUTS),
+        "recipe": (None, *RECIPES),
+    },
     [
         ("custom_partitioning", "8x1", "dim 0", "fp8_tensor"),
         ("shard_map", "2x4", "one each", None),
@@ -128,11 +148,17 @@ def test_on_mesh(way, mesh, layout, recipe):
     of_w = LAYOUTS[layout]
     split = ["tp" in (e or ()) for e in (*of_w, None, None)]
     tp = size(mesh, "tp")
-    rows = lambda v, format, over, cut, s=None: round_rows(v, format, over, s, tp if cut else 1)  # noqa: E731
-    r, n = get_recipe(recipe), ROWS // size(mesh, *TOKENS)
+
+    def rows(v, format, over, cut, s=None):
+        return round_rows(v, format, over, s, tp if cut else 1)
+
+    r = get_recipe(recipe)
+    n = ROWS // size(mesh, *TOKENS)
     segments = [slice(i, i + n) for i in range(0, ROWS, n)]
-    weight = {over: round_weight(w[None], r.w, over, 1 if split[0] else 2, tp if any(split) else 1)[0] for over in
-              ("rows", "columns")}  # fmt: skip
+    weight = {
+        over: round_weight(w[None], r.w, over, 1 if split[0] else 2, tp if any(split) else 1)[0]
+        for over in ("rows", "columns")
+    }
     y, _, (dx, dw, db) = p()
     assert rel_error(y, rows(x, r.x, "columns", split[0]) @ weight["rows"] + b.astype(np.float64)) < 2e-6
     assert rel_error(dx, rows(dy, r.dy, "columns", split[1]) @ weight["columns"].T) < 2e-6
@@ -141,20 +167,34 @@ def test_on_mesh(way, mesh, layout, recipe):
     assert rel_error(db, dy.astype(np.float64).sum(0)) < 2e-6
 
 
-BATCHES = [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None, None)), ((1, 64), (None, BOTH))]
+BATCHES = [
+    ((8, 8), (TOKENS, None)),
+    ((2, 32), ("fsdp", "ep")),
+    ((2, 32), (None, None)),
+    ((1, 64), (None, BOTH)),
+]
 
 
 @pytest.mark.parametrize(
     ("way", "rows", "of_x"),
-    some([("explicit", *BATCHES[0]), ("custom_partitioning", *BATCHES[1]), ("explicit", *BATCHES[2]),
-          ("shard_map", *BATCHES[3]), *((way, *b) for way in ("custom_partitioning", "explicit") for b in BATCHES)], 4),
-)  # fmt: skip
+    some(
+        [
+            ("explicit", *BATCHES[0]),
+            ("custom_partitioning", *BATCHES[1]),
+            ("explicit", *BATCHES[2]),
+            ("shard_map", *BATCHES[3]),
+            *((way, *b) for way in ("custom_partitioning", "explicit") for b in BATCHES),
+        ],
+        4,
+    ),
+)
 def test_batches(way, rows, of_x):
     """[B, L, K] with B over the mesh, in part, or not at all (B does not divide): the same numbers, and y as x lay."""
     p, args = on_mesh(way, "2x4", "dim 0", rows=rows, columns=(2, 24), of_x=of_x)
     check(p(), args)
     if way == "explicit":
-        x, y = p.args[0][0], p.placed()[0]
+        x = p.args[0][0]
+        y = p.placed()[0]
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
 
 
@@ -169,14 +209,23 @@ def test_bfloat16(recipe):
         y, pull = jax.vjp(lambda *a: dense(*a, recipe=recipe), x, jnp.asarray(w), jnp.asarray(b))
         return y, *pull(dy)
 
-    narrow, wide = run(x, dy), run(x.astype(jnp.float32), dy.astype(jnp.float32))
+    narrow = run(x, dy)
+    wide = run(x.astype(jnp.float32), dy.astype(jnp.float32))
     assert [v.dtype for v in narrow] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
     for a, v in zip(narrow, wide, strict=True):
         assert rel_error(a.astype(jnp.float32), v) < 1e-2
 
 
-EVERY = [("custom_partitioning", "fp8_block", "dim 0"), ("explicit", "mxfp8", "dim 1"), ("shard_map", None, "dim 0")]
-EVERY += [("custom_partitioning", None, "dim 1"), ("shard_map", "mxfp8", "dim 0"), ("explicit", "fp8_block", "dim 0")]
+EVERY = [
+    ("custom_partitioning", "fp8_block", "dim 0"),
+    ("explicit", "mxfp8", "dim 1"),
+    ("shard_map", None, "dim 0"),
+]
+EVERY += [
+    ("custom_partitioning", None, "dim 1"),
+    ("shard_map", "mxfp8", "dim 0"),
+    ("explicit", "fp8_block", "dim 0"),
+]
 
 
 @pytest.mark.parametrize("way, recipe, layout", some(EVERY, 2))
@@ -185,17 +234,17 @@ def test_collectives(way, recipe, layout):
     lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
     width, columns = 64, 512
     p, _ = on_mesh(way, "2x4", layout, recipe, width=width, columns=(columns,), rows=(16,))
-    found = p.under(lambda *args: inspect.collectives(p.fn, *args))
-    assert {c.axes for c in found} == {BOTH}
+    traffic = p.under(lambda *args: inspect.collectives(p.fn, *args))
+    assert {c.axes for c in traffic} == {BOTH}
     whole = width * columns
-    gathers = [c for c in found if c.kind == "all-gather"]
+    gathers = [c for c in traffic if c.kind == "all-gather"]
     weights = [c.dtype for c in gathers if c.size == whole]
     assert set(weights) == {"uint8" if recipe else "float32"} and len(weights) in gather_counts(way)
     assert sum(c.bytes for c in gathers if c.size != whole) <= whole // 4
-    assert [c.size for c in found if c.kind == "reduce-scatter"] == [whole // 8]
+    assert [c.size for c in traffic if c.kind == "reduce-scatter"] == [whole // 8]
     # The bias's gradient, and the maxima of the blocks that 8 rows or 64 columns of a shard share with other shards.
     shared = {"fp8_block": 4, "mxfp8": 2 * columns if layout == "dim 0" else 0}.get(recipe or "", 0)
-    assert {c.size for c in found if c.kind == "all-reduce"} <= {columns, shared}
+    assert {c.size for c in traffic if c.kind == "all-reduce"} <= {columns, shared}
     y, _, (dx, dw, _) = p.placed()
     assert dw.sharding.shard_shape(dw.shape) == p.args[0][1].sharding.shard_shape(dw.shape)
     assert y.sharding.shard_shape(y.shape) == (2, columns)
@@ -208,12 +257,16 @@ def test_quantizing_halves_what_is_gathered(way):
     sent = {}
     for recipe in (None, "fp8_block"):
         x, w, _, dy = operands(width=256, columns=(256,), rows=(16,))
-        at, of_w = spec("2x4", TOKENS), P(BOTH)
+        layout = spec("2x4", TOKENS)
+        of_w = P(BOTH)
         x, dy = (v.astype(jnp.bfloat16) for v in (x, dy))
-        fn = lambda x, w, engine, recipe=recipe: (dense(x, w, recipe=recipe, engine=engine), ())  # noqa: E731
-        p = program(way, "2x4", fn, (x, w), (at, of_w), at, cotangents=dy, wrt=(0, 1))
-        found = p.under(lambda *args, p=p: inspect.collectives(p.fn, *args))
-        sent[recipe] = inspect.total_bytes(found, kind="all-gather")
+
+        def fn(x, w, engine, recipe=recipe):
+            return (dense(x, w, recipe=recipe, engine=engine), ())
+
+        p = program(way, "2x4", fn, (x, w), (layout, of_w), layout, cotangents=dy, wrt=(0, 1))
+        traffic = p.under(lambda *args, p=p: inspect.collectives(p.fn, *args))
+        sent[recipe] = inspect.total_bytes(traffic, kind="all-gather")
     assert sent["fp8_block"] <= 0.53 * sent[None]
 
 
@@ -222,12 +275,17 @@ def test_default_layout(shape):
     """Without `w_spec`, on the shard_map engine: what `dense_spec` says, on whichever dim divides, or whole."""
     with jax.set_mesh(make_mesh("2x4")):
         of_w = dense_spec(moax.Axes(), shape)
-    x, w, dy = random(4, 16, shape[0]), random(5, *shape), random(6, 16, shape[1])
-    at = spec("2x4", TOKENS)
+    x = random(4, 16, shape[0])
+    w = random(5, *shape)
+    dy = random(6, 16, shape[1])
+    layout = spec("2x4", TOKENS)
     fn = lambda x, w, engine: (dense(x, w, engine=engine), ())  # noqa: E731
-    p = program("shard_map", "2x4", fn, (x, w), (at, of_w), at, cotangents=dy, wrt=(0, 1))
+    p = program("shard_map", "2x4", fn, (x, w), (layout, of_w), layout, cotangents=dy, wrt=(0, 1))
     check(p(), (x, w, np.zeros(shape[1]), dy))
-    gathered = inspect.weight_gathers(p.under(lambda *args: inspect.collectives(p.fn, *args)), ("fsdp", "ep"))
+    gathered = inspect.weight_gathers(
+        p.under(lambda *args: inspect.collectives(p.fn, *args)),
+        ("fsdp", "ep"),
+    )
     assert bool(gathered) == any(of_w)
 
 
@@ -248,8 +306,13 @@ def test_nan_stays_in_its_row(recipe):
 @pytest.mark.parametrize("way", ("none", "custom_partitioning"))
 def test_vmap(way):
     """A batch of layers is each of them."""
-    x, w, dy = random(7, 3, ROWS, WIDTH), random(8, 3, WIDTH, COLUMNS), random(9, 3, ROWS, COLUMNS)
-    fn = lambda x, w, engine: (jax.vmap(lambda x, w: dense(x, w, engine=engine))(x, w), ())  # noqa: E731
+    x = random(7, 3, ROWS, WIDTH)
+    w = random(8, 3, WIDTH, COLUMNS)
+    dy = random(9, 3, ROWS, COLUMNS)
+
+    def fn(x, w, engine):
+        return (jax.vmap(lambda x, w: dense(x, w, engine=engine))(x, w), ())
+
     rows = P(None, BOTH)
     p = program(way, "2x4", fn, (x, w), (rows, rows), rows, cotangents=dy, wrt=(0, 1))
     got = p()
@@ -260,7 +323,11 @@ def test_vmap(way):
 @pytest.mark.parametrize(
     "shapes, options, message",
     [
-        (((4, 8), (9, 6)), {}, r"x, w have shapes \(4, 8\), \(9, 6\); they must be \[\*batch, T, K\], \[K, \*D, C\]"),
+        (
+            ((4, 8), (9, 6)),
+            {},
+            r"x, w have shapes \(4, 8\), \(9, 6\); they must be \[\*batch, T, K\], \[K, \*D, C\]",
+        ),
         (((8,), (8, 6)), {}, r"x has shape \(8,\); it must be \[\*batch, T, K\]"),
         (((4, 8), (8,)), {}, r"w has shape \(8,\); it must be \[K, \*D, C\]"),
         (
@@ -268,7 +335,11 @@ def test_vmap(way):
             {},
             r"bias have shapes \(4, 8\), \(8, 6\), \(8,\); they must be .*, \[K, \*D, C\], \[\*D, C\]",
         ),
-        (((4, 8), (8, 6)), dict(recipe="fp4"), "recipe='fp4' must be None, a Recipe, or one of 'fp8_block'"),
+        (
+            ((4, 8), (8, 6)),
+            dict(recipe="fp4"),
+            "recipe='fp4' must be None, a Recipe, or one of 'fp8_block'",
+        ),
         (((4, 8), (8, 6)), dict(engine="pjit"), "engine='pjit' must be one of"),
         (((4, 8), (8, 6)), dict(kernels="triton"), "kernels='triton' must be one of"),
     ],
@@ -285,7 +356,8 @@ def test_rows_that_do_not_divide(way):
     fn = lambda x, w, engine: (dense(x, w, engine=engine), ())  # noqa: E731
     p = program(way, "2x4", fn, (np.zeros((12, 8)), np.zeros((8, 8))), (P(), P(BOTH)))
     with pytest.raises(
-        ValueError, match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\) of 8 devices"
+        ValueError,
+        match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\) of 8 devices",
     ):
         p()
 
@@ -295,5 +367,8 @@ def test_refuses_axes_that_are_no_weights():
     mesh = make_mesh("dp2x2x2", "explicit")
     with jax.set_mesh(mesh):
         x, w = put(mesh, (P(TOKENS), P("dp")), (np.zeros((16, 8)), np.zeros((8, 8))))
-        with pytest.raises(ValueError, match="w: dim 1 is sharded over mesh axis 'dp'; .*'fsdp', 'ep' alone"):
+        with pytest.raises(
+            ValueError,
+            match="w: dim 1 is sharded over mesh axis 'dp'; .*'fsdp', 'ep' alone",
+        ):
             dense(x, w)

@@ -43,7 +43,11 @@ ON = ("2x4", "4x2", "1x8", "dp2x2x2")
 
 COVER = [*itertools.product(WAYS, ["2x4"], TRANSPORTS)]
 COVER += [("custom_partitioning", mesh, t) for mesh, t in zip(ON[1:], TRANSPORTS * 2, strict=False)]
-COVER += [("shard_map", "dp2x2x2", "all_to_all"), ("explicit", "4x2", "all_gather"), ("shard_map", "8x1", "all_to_all")]
+COVER += [
+    ("shard_map", "dp2x2x2", "all_to_all"),
+    ("explicit", "4x2", "all_gather"),
+    ("shard_map", "8x1", "all_to_all"),
+]
 COVER += [("explicit", "tp2x2x2", "all_to_all"), ("explicit", "8x1", "all_gather")]
 FULL = [c for c in itertools.product(WAYS, MESHES, TRANSPORTS) if c not in COVER][::2]
 
@@ -74,20 +78,29 @@ def test_one_device(transport):
 
 
 @pytest.mark.parametrize("factor", (0.15, 0.34, 0.7, 1.0))
-@pytest.mark.parametrize("way, mesh", [("custom_partitioning", "2x4"), ("shard_map", "4x2"), ("explicit", "1x8")])
+@pytest.mark.parametrize(
+    "way, mesh",
+    [("custom_partitioning", "2x4"), ("shard_map", "4x2"), ("explicit", "1x8")],
+)
 def test_drops_are_counted(way, mesh, factor):
     """Skewed routing and few slots: who is lost, and the count by source, are NumPy's."""
     lost = check_delivery(way, mesh, "all_to_all", skew=0.2, capacity_factor=factor)
     assert factor > 0.5 or lost > 0
 
 
-@pytest.mark.parametrize("transport, skew, factor", [*((t, 10.0, None) for t in TRANSPORTS), ("all_gather", 0.2, 0.1)])
+@pytest.mark.parametrize(
+    "transport, skew, factor",
+    [*((t, 10.0, None) for t in TRANSPORTS), ("all_gather", 0.2, 0.1)],
+)
 def test_nothing_is_dropped(transport, skew, factor):
     """Without a factor, also when every token picks the experts of one rank; all_gather has room by construction."""
     assert check_delivery("shard_map", "2x4", transport, skew, factor) == 0
 
 
-@pytest.mark.parametrize("transport, factor", [("all_gather", None), ("all_to_all", None), ("all_to_all", 0.34)])
+@pytest.mark.parametrize(
+    "transport, factor",
+    [("all_gather", None), ("all_to_all", None), ("all_to_all", 0.34)],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_transposes(way, transport, factor):
     """Breaks if a gradient is summed over ranks that it does not belong to, or read from a row that is not there."""
@@ -104,12 +117,16 @@ def test_tokens_of_another_layout(at, transport):
         r = dispatch(x, experts, weights, EXPERTS, exchange=transport)
         return combine(r.rows * r.weights.sum(1, keepdims=True), r), ()
 
-    out, dy = spec("2x4", TOKENS), integers(7, *x.shape)
+    out = spec("2x4", TOKENS)
+    dy = integers(7, *x.shape)
     specs = (at, out, at if at == P("fsdp") else P())
     y, _, (d_x, d_w) = program("explicit", "2x4", forward, args, specs, out, cotangents=dy, wrt=(0, 2))()
     np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
     np.testing.assert_array_equal(d_x, dy * weights.sum(1, keepdims=True))
-    np.testing.assert_array_equal(d_w, np.broadcast_to((x * dy).sum(1, keepdims=True), weights.shape))
+    np.testing.assert_array_equal(
+        d_w,
+        np.broadcast_to((x * dy).sum(1, keepdims=True), weights.shape),
+    )
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
@@ -118,29 +135,39 @@ def test_ep_of_two_axes(transport, kind):
     """Axes(ep=("a", "b")): ranks count a before b, as P(("a", "b")) does; otherwise tokens meet another rank's
     experts."""
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "a", "b"), axis_types=(kind,) * 3)
-    axes, at = moax.Axes(ep=("a", "b")), P(("fsdp", "a", "b"))
+    axes = moax.Axes(ep=("a", "b"))
+    layout = P(("fsdp", "a", "b"))
     x, experts, weights = args = inputs("2x4")
 
     def send(*args):
         return dispatch(*args, EXPERTS, exchange=transport, axes=axes)
 
     with jax.set_mesh(mesh):
-        received = jax.jit(send)(*put(mesh, (at,) * 3, args))
+        received = jax.jit(send)(*put(mesh, (layout,) * 3, args))
         rows = np.asarray(received.rows) * np.asarray(received.weights).sum(1, keepdims=True)
-        y = jax.jit(lambda rows, r: combine(rows, r, axes=axes))(put(mesh, at, rows), received)
+        y = jax.jit(lambda rows, r: combine(rows, r, axes=axes))(put(mesh, layout, rows), received)
     np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
     assert np.asarray(received.count).sum() == len(np.unique(np.stack([
         np.repeat(np.arange(len(x)), TOP_K), experts.reshape(-1) // 4]), axis=1).T)  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
+@pytest.mark.parametrize(
+    "wire",
+    [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")],
+)
 def test_wire_format(transport, wire):
     """Breaks if rows arrive otherwise than `quantize` rounds them, or if ids or weights are rounded too."""
     mesh = "2x4"
     x, experts, weights = inputs(mesh)
     x = random(5, *x.shape)
-    _, received = run("custom_partitioning", mesh, (x, experts, weights), wire=wire, exchange=transport)
+    _, received = run(
+        "custom_partitioning",
+        mesh,
+        (x, experts, weights),
+        wire=wire,
+        exchange=transport,
+    )
     want = round_trip(x, wire, (1, wire.block))
     check_received(mesh, transport, received, want, experts, weights, slots_of(mesh, transport))
 
@@ -161,9 +188,10 @@ class Summed(AllGather):
     """A fourth transport: its combine is an all-reduce, of which each rank keeps its own tokens."""
 
     def combine(self, static, arrays, sent):
-        ep, tokens = static.axes.ep, static.tokens
-        first = lax.axis_index(ep) * tokens
-        return [lax.dynamic_slice_in_dim(lax.psum(rows, ep), first, tokens) for rows in arrays]
+        ep = static.axes.ep
+        tokens = static.tokens
+        start = lax.axis_index(ep) * tokens
+        return [lax.dynamic_slice_in_dim(lax.psum(rows, ep), start, tokens) for rows in arrays]
 
 
 def test_a_fourth_transport():
@@ -182,7 +210,10 @@ def test_the_literal_names_the_table():
 
 def routed(experts, ranks):
     """Slots by the definition: how many earlier tokens want the rank; T where the token does not."""
-    wanted = np.stack([(experts // (EXPERTS // ranks) == rank).any(1) for rank in range(ranks)], axis=1)
+    wanted = np.stack(
+        [(experts // (EXPERTS // ranks) == rank).any(1) for rank in range(ranks)],
+        axis=1,
+    )
     return np.where(wanted, np.cumsum(wanted, 0) - 1, len(experts))
 
 
@@ -191,7 +222,10 @@ def test_balanced_rows(ranks):
     """Breaks if the load that costs are computed for is not the one where every choice of K experts is as likely."""
     every = np.array(list(itertools.combinations(range(EXPERTS), TOP_K)))
     slot = routed(every, ranks)
-    np.testing.assert_array_equal((slot < len(every)).sum(0), balanced_rows(len(every), TOP_K, ranks, EXPERTS))
+    np.testing.assert_array_equal(
+        (slot < len(every)).sum(0),
+        balanced_rows(len(every), TOP_K, ranks, EXPERTS),
+    )
 
 
 @pytest.mark.parametrize("wire", (None, Format(block=8)))
@@ -201,42 +235,62 @@ def test_collectives(way, transport, wire):
     """Over ep alone: rows, ids and weights out, one sum back, each the other's transpose; quantized rows as bytes with
     their scales. Anything over fsdp, or wider than asked, would be a bill paid each layer."""
     x, experts, weights = inputs("2x4")
-    at = spec("2x4", TOKENS)
+    layout = spec("2x4", TOKENS)
 
     def forward(x, experts, weights, engine):
         r = dispatch(x, experts, weights, EXPERTS, exchange=transport, wire=wire, engine=engine)
         return combine(r.rows * r.rows, r, engine=engine), ()
 
     args = (x.astype(ml_dtypes.bfloat16), experts, weights)
-    p = program(way, "2x4", forward, args, (at,) * 3, at, cotangents=random(6, *x.shape).astype(ml_dtypes.bfloat16))
-    found = p.under(lambda *args: collectives(p.fn, *args))
-    assert {c.axes for c in found} == {("ep",)}
+    p = program(
+        way,
+        "2x4",
+        forward,
+        args,
+        (layout,) * 3,
+        layout,
+        cotangents=random(6, *x.shape).astype(ml_dtypes.bfloat16),
+    )
+    traffic = p.under(lambda *args: collectives(p.fn, *args))
+    assert {c.axes for c in traffic} == {("ep",)}
     gathers = {"all-gather", "reduce-scatter"}
-    assert {c.kind for c in found} == ({"all-to-all"} if transport == "all_to_all" else gathers)
-    rows = sorted(c.dtype for c in found if c.size in (4 * LOCAL * WIDTH, LOCAL * WIDTH))
+    assert {c.kind for c in traffic} == ({"all-to-all"} if transport == "all_to_all" else gathers)
+    rows = sorted(c.dtype for c in traffic if c.size in (4 * LOCAL * WIDTH, LOCAL * WIDTH))
     assert rows == ["bfloat16"] * (4 - (wire is not None)) + ["uint8"] * (wire is not None)
 
 
 def test_one_sided_is_refused():
     """A transport chosen by name that cannot run says so, and what to use."""
     args = map(jnp.asarray, inputs("8x1"))
-    with pytest.raises(moax.Unsupported, match="exchange='one_sided'.*use 'all_gather' or 'all_to_all'"):
+    with pytest.raises(
+        moax.Unsupported,
+        match="exchange='one_sided'.*use 'all_gather' or 'all_to_all'",
+    ):
         dispatch(*args, EXPERTS, exchange="one_sided")
 
 
 def test_errors():
     """Names, shapes and experts that cannot work are named."""
     x, experts, weights = map(jnp.asarray, inputs("8x1"))
-    with pytest.raises(ValueError, match="exchange='nccl' must be one of 'auto', 'all_gather', 'all_to_all'"):
+    with pytest.raises(
+        ValueError,
+        match="exchange='nccl' must be one of 'auto', 'all_gather', 'all_to_all'",
+    ):
         dispatch(x, experts, weights, EXPERTS, exchange="nccl")
-    with pytest.raises(ValueError, match=r"x, experts, weights have shapes \(64, 16\), \(64, 3\), \(64, 2\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"x, experts, weights have shapes \(64, 16\), \(64, 3\), \(64, 2\)",
+    ):
         dispatch(x, experts, weights[:, :2], EXPERTS)
     with pytest.raises(ValueError, match=r"they must be \[T, H\], \[T, K\], \[T, K\]"):
         dispatch(x[:32], experts, weights, EXPERTS)
-    at = spec("2x4", TOKENS)
+    layout = spec("2x4", TOKENS)
     send = lambda *args, engine: (dispatch(*args, 10, engine=engine), ())  # noqa: E731
-    p = program("shard_map", "2x4", send, inputs("2x4"), (at,) * 3)
-    with pytest.raises(ValueError, match=r"num_experts=10 is not divisible by mesh axes \('ep',\) of 4 devices"):
+    p = program("shard_map", "2x4", send, inputs("2x4"), (layout,) * 3)
+    with pytest.raises(
+        ValueError,
+        match=r"num_experts=10 is not divisible by mesh axes \('ep',\) of 4 devices",
+    ):
         p()
 
 

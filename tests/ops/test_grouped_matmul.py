@@ -83,7 +83,8 @@ def test_bfloat16(recipe):
         narrow(x), jnp.asarray(w), sizes, jnp.asarray(bias), narrow(dy)
     )
     assert [v.dtype for v in got] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32]
-    x, dy = wide(narrow(x)), wide(narrow(dy))
+    x = wide(narrow(x))
+    dy = wide(narrow(dy))
     w = w if recipe else wide(narrow(w))
     operands = [wide(narrow(v)) for v in fake_operands(x, w, dy, get_recipe(recipe), real)]
     want = grouped_matmul_vjp(x, w, sizes, bias, dy, align, quantized=operands)
@@ -113,7 +114,8 @@ def test_recipes_against_fake_quantized_operands(recipe, columns):
     """Each product is the exact one of operands quantized along its own contracted dim, to float32's sums: edge blocks
     (K = 200), groups whose last block of rows is half padding, empty groups. NaN in padding reaches no scale."""
     recipe = RECIPES.get(recipe, ORIENTED)
-    sizes, align = (70, 0, 128, 1), recipe.row_alignment
+    sizes = (70, 0, 128, 1)
+    align = recipe.row_alignment
     args, real = problem(sizes, align, 512, 200, columns)
     x, w, _, _, dy = args
     got = jax.jit(functools.partial(vjp, recipe=recipe))(*args)
@@ -125,7 +127,8 @@ def test_recipes_against_fake_quantized_operands(recipe, columns):
 def test_recipes_against_full_precision(recipe):
     """What the method costs: each operand is off by at most 2^-4 of its block's amax (e5m2: 2^-3), most by far less;
     the errors of a sum are independent, so that y is within 6% of its largest, and gradients within 10%."""
-    sizes, align = (70, 0, 128, 1), RECIPES[recipe].row_alignment
+    sizes = (70, 0, 128, 1)
+    align = RECIPES[recipe].row_alignment
     args, real = problem(sizes, align, 512, 200, (96,))
     got = jax.jit(functools.partial(vjp, recipe=recipe))(*args)
     want = grouped_matmul_vjp(*args, align)
@@ -146,7 +149,12 @@ LAYOUTS = {
 }
 COVER = Table(
     "grouped matmul",
-    {"way": WAYS, "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"), "layout": tuple(LAYOUTS), "recipe": (None, *RECIPES)},
+    {
+        "way": WAYS,
+        "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"),
+        "layout": tuple(LAYOUTS),
+        "recipe": (None, *RECIPES),
+    },
     [
         ("explicit", "2x4", "experts", "fp8_tensor"),
         ("explicit", "dp2x2x2", "model", None),
@@ -171,45 +179,82 @@ COVER = Table(
 )
 
 
-def group_sizes_on(shards, experts, most):
+def group_sizes_on(shards, experts, largest):
     """Sizes of each shard's groups: random, and of the first two shards all on one and none."""
-    sizes = np.random.default_rng(5).integers(0, most + 1, (shards, experts))
-    sizes[0], sizes[0, -1], sizes[1 % shards] = 0, most, 0
+    sizes = np.random.default_rng(5).integers(0, largest + 1, (shards, experts))
+    sizes[0] = 0
+    sizes[0, -1] = largest
+    sizes[1 % shards] = 0
     return tuple(sizes.reshape(-1))
 
 
 def place_on_mesh(way, mesh, layout, recipe=None, width=32, columns=None, most=9, align=4):
     """`grouped_matmul` and its gradients as a program on the mesh; its operands, and which rows are real."""
     columns = columns or ((24,) if layout.startswith("tp rows") else (2, 24))
-    shards, ranks = size(mesh, *TOKENS), size(mesh, "ep")
+    shards = size(mesh, *TOKENS)
+    ranks = size(mesh, "ep")
     local = 8 // ranks
     num_rows = local * (-(-most // align) * align) + align
     sizes = group_sizes_on(shards, local, most)
-    (x, w, sizes, bias, dy), real = problem(sizes, align, num_rows, width, columns, shards, experts=8)
+    (x, w, sizes, bias, dy), real = problem(
+        sizes,
+        align,
+        num_rows,
+        width,
+        columns,
+        shards,
+        experts=8,
+    )
     of_w = spec(mesh, *LAYOUTS[layout])
     tp = tuple("tp" if "tp" in (e or ()) else None for e in (*of_w, *[None] * (w.ndim - len(of_w))))
-    at, ep = spec(mesh, TOKENS, tp[1]), spec(mesh, TOKENS, *tp[2:])
+    placement = spec(mesh, TOKENS, tp[1])
+    ep = spec(mesh, TOKENS, *tp[2:])
     of_bias = spec(mesh, "ep", *tp[2:])
     declared = None if way in ("custom_partitioning", "explicit") else of_w
 
     def forward(x, w, sizes, bias, engine):
-        y = grouped_matmul(x, w, sizes, bias, recipe=recipe, align=align, w_spec=declared, engine=engine)
+        y = grouped_matmul(
+            x,
+            w,
+            sizes,
+            bias,
+            recipe=recipe,
+            align=align,
+            w_spec=declared,
+            engine=engine,
+        )
         return jax.lax.psum(y, "tp") if tp[1] and in_user_shard_map() else y, ()
 
     p = program(
-        way, mesh, forward, (x, w, sizes, bias), (at, of_w, spec(mesh, TOKENS), of_bias), ep, cotangents=dy,
+        way,
+        mesh,
+        forward,
+        (x, w, sizes, bias),
+        (placement, of_w, spec(mesh, TOKENS), of_bias),
+        ep,
+        cotangents=dy,
         wrt=(0, 1, 3),
-    )  # fmt: skip
+    )
     return p, (x, w, sizes, bias, dy), real
 
 
-def run_on_mesh(way, mesh, layout, recipe=None, align=4, **more):
+def run_on_mesh(way, mesh, layout, recipe=None, align=4, **extra):
     """y, dx, dw, dbias on the mesh, the oracle's, and which rows are real."""
-    p, (x, w, sizes, bias, dy), real = place_on_mesh(way, mesh, layout, recipe, align=align, **more)
+    p, (x, w, sizes, bias, dy), real = place_on_mesh(
+        way,
+        mesh,
+        layout,
+        recipe,
+        align=align,
+        **extra,
+    )
     y, _, grads = p()
-    tp_dim = None if not layout.startswith("tp") else 1 if layout.startswith("tp rows") else w.ndim - 1
+    tp_dim = None
+    if layout.startswith("tp"):
+        tp_dim = 1 if layout.startswith("tp rows") else w.ndim - 1
     operands = fake_operands(x, w, dy, get_recipe(recipe), real, tp_dim=tp_dim, tp=size(mesh, "tp"))
-    shards, ranks = size(mesh, *TOKENS), size(mesh, "ep")
+    shards = size(mesh, *TOKENS)
+    ranks = size(mesh, "ep")
     return (y, *grads), grouped_matmul_vjp(x, w, sizes, bias, dy, align, shards, ranks, operands), real
 
 
@@ -218,11 +263,16 @@ def test_on_mesh(way, mesh, layout, recipe):
     """Experts over ep, width over tp on either side, fsdp on any dim: the rows are each shard's own, a weight's
     gradient the sum over every shard that used it. Blocks of a weight are those of the whole matrix (K = 256 over 8
     lies in two blocks), a tensor's scale is the mesh's, and padding reaches neither."""
-    more = {}
+    extra = {}
     if recipe is not None:
         columns = (64,) if layout.startswith("tp rows") else (2, 64)
-        more = dict(width=256, columns=columns, most=40, align=max(RECIPES[recipe].row_alignment, 8))
-    got, want, real = run_on_mesh(way, mesh, layout, recipe, **more)
+        extra = dict(
+            width=256,
+            columns=columns,
+            most=40,
+            align=max(RECIPES[recipe].row_alignment, 8),
+        )
+    got, want, real = run_on_mesh(way, mesh, layout, recipe, **extra)
     check(got, want, real)
 
 
@@ -240,19 +290,30 @@ COLLECTIVES = [
 def test_collectives(way, recipe, layout):
     """Weights cross fsdp as bytes, twice (forward, dgrad), in whatever order; the gradient leaves by one reduce-scatter
     and lies like the weight; no row of an activation moves, nor does the layout of a weight propagate to one."""
-    align = get_recipe(recipe).row_alignment  # few rows without a recipe: the layout of w is the larger one then
-    p, *_ = place_on_mesh(way, "2x4", layout, recipe, width=64, columns=(2, 64), most=3, align=align)
-    found = p.under(lambda *args: inspect.collectives(p.fn, *args))
+    # Without a recipe there are few rows, so that the layout of w is the larger one.
+    align = get_recipe(recipe).row_alignment
+    p, *_ = place_on_mesh(
+        way,
+        "2x4",
+        layout,
+        recipe,
+        width=64,
+        columns=(2, 64),
+        most=3,
+        align=align,
+    )
+    traffic = p.under(lambda *args: inspect.collectives(p.fn, *args))
     whole = 2 * 64 * 2 * 64  # elements of a rank's experts
-    gathers = [c for c in found if c.kind == "all-gather"]
+    gathers = [c for c in traffic if c.kind == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",)}
     weights = [c for c in gathers if c.size == whole]
-    assert {c.dtype for c in weights} == {"uint8" if recipe else "float32"} and len(weights) in gather_counts(way)
+    assert {c.dtype for c in weights} == {"uint8" if recipe else "float32"}
+    assert len(weights) in gather_counts(way)
     assert sum(c.size for c in gathers if c not in weights) <= whole // 8
-    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    scattered = [c for c in traffic if c.kind == "reduce-scatter"]
     assert [(c.axes, c.size) for c in scattered] == [(("fsdp",), whole // 2)]
-    assert all(c.size <= 2 * 2 * 64 for c in found if c.kind == "all-reduce")
-    assert {c.kind for c in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert all(c.size <= 2 * 2 * 64 for c in traffic if c.kind == "all-reduce")
+    assert {c.kind for c in traffic} <= {"all-gather", "reduce-scatter", "all-reduce"}
     y, _, (dx, dw, _) = p.placed()
     assert dw.sharding.shard_shape(dw.shape) == p.args[0][1].sharding.shard_shape(dw.shape)
     for v in (y, dx):
@@ -269,9 +330,9 @@ def test_width_stays_split(way, layout):
     none."""
     columns = (2, 64) if layout.startswith("tp columns") else (64,)
     p, *_ = place_on_mesh(way, "tp2x2x2", layout, width=32, columns=columns, most=3)
-    found = p.under(lambda *args: inspect.collectives(p.fn, *args))
-    assert {c.axes for c in found if c.kind in ("all-gather", "reduce-scatter")} == {("fsdp",)}
-    rows = [c for c in found if c.axes == ("tp",) and c.size > 4 * 64]
+    traffic = p.under(lambda *args: inspect.collectives(p.fn, *args))
+    assert {c.axes for c in traffic if c.kind in ("all-gather", "reduce-scatter")} == {("fsdp",)}
+    rows = [c for c in traffic if c.axes == ("tp",) and c.size > 4 * 64]
     assert [c.kind for c in rows] == ["all-reduce"]
     y, _, (dx, dw, _) = p.placed()
     split = y if layout.startswith("tp columns") else dx
@@ -283,14 +344,18 @@ def test_width_stays_split(way, layout):
 def test_vmap(way):
     """A batch is each of its elements, forward and backward."""
     sizes = np.asarray([group_sizes_on(8, 2, 5), group_sizes_on(8, 2, 5)[::-1]], np.int32)
-    x, w, dy = random(6, 2, 96, 8), random(7, 2, 8, 8, 6), random(8, 2, 96, 6)
+    x = random(6, 2, 96, 8)
+    w = random(7, 2, 8, 8, 6)
+    dy = random(8, 2, 96, 6)
     tokens = P(None, ("fsdp", "ep"))
 
     def forward(x, w, sizes, engine):
         return jax.vmap(lambda x, w, sizes: grouped_matmul(x, w, sizes, engine=engine))(x, w, sizes), ()
 
     if way == "none":
-        x, dy, sizes = x[:, :12], dy[:, :12], sizes[:, :2]
+        x = x[:, :12]
+        dy = dy[:, :12]
+        sizes = sizes[:, :2]
         w = w[:, :2]
     y, _, (dx, dw) = program(
         way, "2x4", forward, (x, w, sizes), (tokens, P(None, "ep"), tokens), tokens, cotangents=dy, wrt=(0, 1)
@@ -310,8 +375,11 @@ def test_under_scan_and_remat():
     layers = jnp.stack([w, 2 * w, -w])
     step = jax.checkpoint(lambda x, w: (grouped_matmul(x, w, sizes), None))
     scanned = jax.value_and_grad(lambda ws: (jax.lax.scan(step, x, ws)[0] ** 2).sum())
-    plain = jax.value_and_grad(lambda ws: (functools.reduce(lambda x, w: step(x, w)[0], ws, x) ** 2).sum())
-    (a, da), (b, db) = jax.jit(scanned)(layers), jax.jit(plain)(layers)
+    plain = jax.value_and_grad(
+        lambda ws: (functools.reduce(lambda x, w: step(x, w)[0], ws, x) ** 2).sum(),
+    )
+    a, da = jax.jit(scanned)(layers)
+    b, db = jax.jit(plain)(layers)
     assert rel_error(a, b) < 1e-6
     assert rel_error(da, db, per=0) < 1e-6
 
@@ -319,11 +387,28 @@ def test_under_scan_and_remat():
 @pytest.mark.parametrize("at", [P(), P("ep"), P(None, ("fsdp", "ep"))], ids=str)
 def test_operands_of_another_layout(at):
     """Explicit axes: rows that lie otherwise are moved, and their gradient comes back as they lay."""
-    (x, w, sizes, bias, dy), real = problem(group_sizes_on(8, 2, 5), 1, 12, 8, (8,), shards=8, experts=8)
+    (x, w, sizes, bias, dy), real = problem(
+        group_sizes_on(8, 2, 5),
+        1,
+        12,
+        8,
+        (8,),
+        shards=8,
+        experts=8,
+    )
     out = P(("fsdp", "ep"))
     fn = lambda x, w, sizes, bias, engine: (grouped_matmul(x, w, sizes, bias), ())  # noqa: E731
     specs = (at, P("ep", None, "fsdp"), P(), P())
-    p = program("explicit", "2x4", fn, (x, w, sizes, bias), specs, out, cotangents=dy, wrt=(0, 1, 3))
+    p = program(
+        "explicit",
+        "2x4",
+        fn,
+        (x, w, sizes, bias),
+        specs,
+        out,
+        cotangents=dy,
+        wrt=(0, 1, 3),
+    )
     y, _, grads = p()
     check((y, *grads), grouped_matmul_vjp(x, w, sizes, bias, dy, 1, 8, 4), real)
 
@@ -333,15 +418,26 @@ def test_conflicting_layouts(of_w):
     """Explicit axes: a weight whose experts are not over ep is refused by dim and axes; on Auto axes, where propagation
     may have chosen it, it is laid out anew, and the numbers are right."""
     args, real = problem(group_sizes_on(8, 2, 5), 1, 12, 8, (8,), shards=8, experts=8)
-    at = P(("fsdp", "ep"))
+    layout = P(("fsdp", "ep"))
     (x, w, sizes, _, dy) = args
     fn = lambda x, w, sizes, engine: (grouped_matmul(x, w, sizes, engine=engine), ())  # noqa: E731
-    explicit = program("explicit", "2x4", fn, (x, w, sizes), (at, of_w, at))
-    entry = of_w[0] if isinstance(of_w[0], tuple) else (of_w[0],) if of_w[0] else ()
-    has = f"is sharded over mesh ax[ei]s {', '.join(map(repr, entry))}; " if entry else "is not sharded; "
+    explicit = program("explicit", "2x4", fn, (x, w, sizes), (layout, of_w, layout))
+    has = "is not sharded; "
+    if of_w[0]:
+        entry = of_w[0] if isinstance(of_w[0], tuple) else (of_w[0],)
+        has = f"is sharded over mesh ax[ei]s {', '.join(map(repr, entry))}; "
     with pytest.raises(ValueError, match=f"w: dim 0 {has}"):
         explicit()
-    auto = program("custom_partitioning", "2x4", fn, (x, w, sizes), (at, of_w, at), at, cotangents=dy, wrt=(0, 1))
+    auto = program(
+        "custom_partitioning",
+        "2x4",
+        fn,
+        (x, w, sizes),
+        (layout, of_w, layout),
+        layout,
+        cotangents=dy,
+        wrt=(0, 1),
+    )
     y, _, grads = auto()
     check((y, *grads), grouped_matmul_vjp(x, w, sizes, None, dy, 1, 8, 4), real)
 
@@ -349,46 +445,83 @@ def test_conflicting_layouts(of_w):
 def test_refuses_axes_that_are_no_weights():
     """dp splits tokens, never weights: gathering over it silently would hide a mistaken layout."""
     mesh = make_mesh("dp2x2x2", "explicit")
-    at = P(("dp", "fsdp", "ep"))
+    layout = P(("dp", "fsdp", "ep"))
     with jax.set_mesh(mesh):
         x, w, sizes = put(
-            mesh, (at, P("ep", "dp"), at), (np.zeros((16, 8)), np.zeros((4, 8, 8)), np.zeros(16, np.int32))
+            mesh,
+            (layout, P("ep", "dp"), layout),
+            (np.zeros((16, 8)), np.zeros((4, 8, 8)), np.zeros(16, np.int32)),
         )
-        with pytest.raises(ValueError, match="w: dim 1 is sharded over mesh axis 'dp'; .* over mesh axis 'fsdp' alone"):
+        with pytest.raises(
+            ValueError,
+            match="w: dim 1 is sharded over mesh axis 'dp'; .* over mesh axis 'fsdp' alone",
+        ):
             grouped_matmul(x, w, sizes)
 
 
 @pytest.mark.parametrize(
     "shapes, options, message",
     [
-        (((8, 4), (2, 4, 6), (2,)), dict(recipe="fp8_block", align=64), "align=64 must be a multiple of 128"),
+        (
+            ((8, 4), (2, 4, 6), (2,)),
+            dict(recipe="fp8_block", align=64),
+            "align=64 must be a multiple of 128",
+        ),
         (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be an int of at least 1"),
-        (((8, 4), (2, 4, 6), (2,)), dict(recipe="int8"), "recipe='int8' must be None, a Recipe, or one of 'fp8_block'"),
-        (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'hopper', 'xla'"),
-        (((8, 5), (2, 4, 6), (2,)), {}, r"x, w, group_sizes have shapes \(8, 5\), \(2, 4, 6\), \(2,\); they must"),
+        (
+            ((8, 4), (2, 4, 6), (2,)),
+            dict(recipe="int8"),
+            "recipe='int8' must be None, a Recipe, or one of 'fp8_block'",
+        ),
+        (
+            ((8, 4), (2, 4, 6), (2,)),
+            dict(kernels="triton"),
+            "kernels='triton' must be one of 'auto', 'hopper', 'xla'",
+        ),
+        (
+            ((8, 5), (2, 4, 6), (2,)),
+            {},
+            r"x, w, group_sizes have shapes \(8, 5\), \(2, 4, 6\), \(2,\); they must",
+        ),
         (((8, 4), (2, 4, 6), (3,)), {}, r"group_sizes has shape \(3,\); it must be \[groups=2\]"),
         (((8, 4), (4, 6), (2,)), {}, r"w has shape \(4, 6\); it must be \[E, K, \*D, C\]"),
         (((2, 8, 4), (2, 4, 6), (2,)), {}, r"x has shape \(2, 8, 4\); it must be \[M, K\]"),
-        (((8, 4), (2, 4, 6), (2,), (2, 5)), {}, r"bias have shapes .*, \(2, 5\); they must be .*, \[E, \*D, C\]"),
+        (
+            ((8, 4), (2, 4, 6), (2,), (2, 5)),
+            {},
+            r"bias have shapes .*, \(2, 5\); they must be .*, \[E, \*D, C\]",
+        ),
     ],
 )
 def test_errors(shapes, options, message):
     """Shapes and options that cannot work are named before anything is compiled."""
     x, w, sizes, *bias = shapes
     with pytest.raises(ValueError, match=message):
-        grouped_matmul(jnp.zeros(x), jnp.zeros(w), jnp.zeros(sizes, jnp.int32), *map(jnp.zeros, bias), **options)
+        grouped_matmul(
+            jnp.zeros(x),
+            jnp.zeros(w),
+            jnp.zeros(sizes, jnp.int32),
+            *map(jnp.zeros, bias),
+            **options,
+        )
 
 
 def test_kernels_by_name():
     """A choice by name that cannot run is refused, not replaced."""
     with pytest.raises(moax.Unsupported, match="kernels='hopper': .*use 'auto' or 'xla'"):
-        grouped_matmul(jnp.zeros((8, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32), kernels="hopper")
+        grouped_matmul(
+            jnp.zeros((8, 4)),
+            jnp.zeros((2, 4, 6)),
+            jnp.zeros(2, jnp.int32),
+            kernels="hopper",
+        )
 
 
 def wgrad_by_hand(x, dy, sizes, rows):
     """dw in float64, of groups that begin at the rows `rows`."""
-    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
-    groups = [slice(first, first + n) for n, first in zip(sizes, rows, strict=True)]
+    x = np.asarray(x, np.float64)
+    dy = np.asarray(dy, np.float64)
+    groups = [slice(start, start + n) for n, start in zip(sizes, rows, strict=True)]
     return np.stack([np.tensordot(x[mine], dy[mine], ((0,), (0,))) for mine in groups])
 
 
@@ -405,19 +538,29 @@ def test_wgrad_group_sizes(pattern):
 @pytest.mark.parametrize("recipe", some(tuple(RECIPES), 2))
 def test_wgrad_recipes(recipe):
     """Breaks if the operands are not those of the grouped matmul's own wgrad: quantized along the rows of a group."""
-    sizes, align = (70, 0, 128, 1), RECIPES[recipe].row_alignment
+    sizes = (70, 0, 128, 1)
+    align = RECIPES[recipe].row_alignment
     args, real = problem(sizes, align, 512, 200, (96,))
     x, w, _, _, dy = args
-    want = grouped_matmul_vjp(*args, align, quantized=fake_operands(x, w, dy, RECIPES[recipe], real))
+    want = grouped_matmul_vjp(
+        *args,
+        align,
+        quantized=fake_operands(x, w, dy, RECIPES[recipe], real),
+    )
     got = jax.jit(lambda x, dy: grouped_wgrad(x, dy, jnp.asarray(sizes), recipe=recipe))(x, dy)
     assert rel_error(got, want[2], per=0) < 2e-6
 
 
 WGRAD_LAYOUTS = LAYOUTS | {"tp columns": P("ep", "fsdp", None, "tp"), "tp rows": P("ep", ("tp", "fsdp"))}
 WGRAD_CASES = [
-    ("custom_partitioning", "model"), ("explicit", "experts"), ("shard_map", "tp columns"), ("user", "model"),
-    ("custom_partitioning", "tp rows"), ("explicit", "whole"), ("user_vma", "tp columns"),
-]  # fmt: skip
+    ("custom_partitioning", "model"),
+    ("explicit", "experts"),
+    ("shard_map", "tp columns"),
+    ("user", "model"),
+    ("custom_partitioning", "tp rows"),
+    ("explicit", "whole"),
+    ("user_vma", "tp columns"),
+]
 
 
 @pytest.mark.parametrize("way, layout", some(WGRAD_CASES, 1))
@@ -425,13 +568,20 @@ def test_wgrad_on_mesh(way, layout):
     """Breaks if dw does not lie as `w_spec` says, is not summed over every shard of the rows, or leaves by more than a
     reduce-scatter."""
     mesh = "tp2x2x2" if layout.startswith("tp") else "dp2x2x2"
-    ep, shards, local, rows = size(mesh, "ep"), size(mesh, *TOKENS), (5, 0, 3, 7), 16
-    experts, width, columns = ep * len(local), 32, (2, 8)
+    ep = size(mesh, "ep")
+    shards = size(mesh, *TOKENS)
+    local = (5, 0, 3, 7)
+    rows = 16
+    experts = ep * len(local)
+    width = 32
+    columns = (2, 8)
     of_w = spec(mesh, *WGRAD_LAYOUTS[layout])
     tp = ["tp" if "tp" in (e or ()) else None for e in (*of_w, *[None] * (4 - len(of_w)))]
-    x, dy = random(0, rows * shards, width), random(1, rows * shards, *columns)
+    x = random(0, rows * shards, width)
+    dy = random(1, rows * shards, *columns)
     sizes = np.tile(np.array(local, np.int32), shards)
-    of_x, of_dy = spec(mesh, TOKENS, tp[1]), spec(mesh, TOKENS, *tp[2:])
+    of_x = spec(mesh, TOKENS, tp[1])
+    of_dy = spec(mesh, TOKENS, *tp[2:])
 
     def forward(x, dy, sizes, engine):
         dw = grouped_wgrad(x, dy, sizes, w_spec=of_w, engine=engine)
@@ -442,15 +592,17 @@ def test_wgrad_on_mesh(way, layout):
     _, dw = p()
     total = np.zeros((experts, width, *columns))
     for s in range(shards):
-        mine, first = slice(rows * s, rows * (s + 1)), (s % ep) * len(local)
-        these = slice(first, first + len(local))
+        mine = slice(rows * s, rows * (s + 1))
+        start = (s % ep) * len(local)
+        these = slice(start, start + len(local))
         starts = np.cumsum([0, *local])[:-1]
         total[these] += wgrad_by_hand(x[mine], dy[mine], local, starts)
     assert rel_error(dw, total) < 5e-6
     if not way.startswith("user"):
         placed = p.placed()[1]
         parts = [size(mesh, *((e,) if isinstance(e, str) else e or ())) for e in (*of_w, *[None] * (4 - len(of_w)))]
-        assert placed.sharding.shard_shape(placed.shape) == tuple(n // c for n, c in zip(dw.shape, parts, strict=True))
+        expected = tuple(n // c for n, c in zip(dw.shape, parts, strict=True))
+        assert placed.sharding.shard_shape(placed.shape) == expected
         kinds = {c.kind for c in p.under(lambda *args: inspect.collectives(p.fn, *args)) if c.size > 64}
         assert kinds <= {"reduce-scatter", "all-reduce", "all-gather"}
         assert ("reduce-scatter" in kinds) == (layout != "whole")
@@ -462,7 +614,8 @@ def test_wgrad_is_the_gradient_of_the_product():
     x, dy = (jnp.asarray(v).astype(jnp.bfloat16) for v in (x, dy))
     sizes = jnp.asarray(sizes)
     _, pull = jax.vjp(lambda w: grouped_matmul(x, w, sizes), jnp.asarray(w).astype(jnp.bfloat16))
-    narrow, wide = (grouped_wgrad(x, dy, sizes, preferred_element_type=out) for out in (None, jnp.float32))
+    narrow = grouped_wgrad(x, dy, sizes, preferred_element_type=None)
+    wide = grouped_wgrad(x, dy, sizes, preferred_element_type=jnp.float32)
     assert narrow.dtype == jnp.bfloat16 and wide.dtype == jnp.float32
     np.testing.assert_array_equal(narrow.astype(jnp.float32), pull(dy)[0].astype(jnp.float32))
     clean = [np.nan_to_num(np.asarray(v.astype(jnp.float32))) for v in (x, dy)]
@@ -473,8 +626,24 @@ def test_wgrad_is_the_gradient_of_the_product():
 def test_wgrad_errors():
     """Breaks if shapes that do not fit are not named, or a derivative that does not exist is."""
     with pytest.raises(Unsupported, match="grouped_wgrad is the gradient of a weight"):
-        jax.grad(lambda x: grouped_wgrad(x, jnp.ones((4, 6)), jnp.full(2, 2)).sum())(jnp.ones((4, 8)))
-    with pytest.raises(ValueError, match=r"x, dy, group_sizes have shapes \(4, 8\), \(5, 6\), \(2,\)"):
+        jax.grad(lambda x: grouped_wgrad(x, jnp.ones((4, 6)), jnp.full(2, 2)).sum())(
+            jnp.ones(
+                (
+                    4,
+                    8,
+                )
+            )
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"x, dy, group_sizes have shapes \(4, 8\), \(5, 6\), \(2,\)",
+    ):
         grouped_wgrad(jnp.zeros((4, 8)), jnp.zeros((5, 6)), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="align=3 must be a multiple of 128"):
-        grouped_wgrad(jnp.zeros((4, 8)), jnp.zeros((4, 6)), jnp.zeros(2, jnp.int32), recipe="fp8_block", align=3)
+        grouped_wgrad(
+            jnp.zeros((4, 8)),
+            jnp.zeros((4, 6)),
+            jnp.zeros(2, jnp.int32),
+            recipe="fp8_block",
+            align=3,
+        )

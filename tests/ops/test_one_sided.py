@@ -66,13 +66,20 @@ ROUTINGS = {
 def test_plan(routing, ranks, top_k, slots):
     """Rows that overlap, are missing, lie past the buffer or come back to another token's place: each is a silent
     corruption of a peer's memory."""
-    tokens, rng = 13, np.random.default_rng(0)
+    tokens = 13
+    rng = np.random.default_rng(0)
     wanted = np.broadcast_to(ROUTINGS[routing](rng, tokens, top_k, ranks), (tokens, ranks))
-    wanted = np.stack([wanted if routing != "uneven" else rng.permuted(wanted, axis=1) for _ in range(ranks)])
+    wanted = np.stack(
+        [wanted if routing != "uneven" else rng.permuted(wanted, axis=1) for _ in range(ranks)],
+    )
     slot = np.cumsum(wanted, 1) - 1
     slot = np.where(wanted & (slot < slots), slot, slots).astype(np.int32)
-    kept, entries = (slot < slots).sum(1).astype(np.int32), tokens * min(top_k, ranks)
-    plan = lambda s, rank: plan_sends(s, kept[rank], jnp.asarray(kept), rank, entries)  # noqa: E731
+    counts = (slot < slots).sum(1).astype(np.int32)
+    entries = tokens * min(top_k, ranks)
+
+    def plan(s, rank):
+        return plan_sends(s, counts[rank], jnp.asarray(counts), rank, entries)
+
     plans = [jax.tree.map(np.asarray, plan(jnp.asarray(slot[rank]), rank)) for rank in range(ranks)]
 
     def sends(plan, way):
@@ -83,7 +90,7 @@ def test_plan(routing, ranks, top_k, slots):
     landed = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         there = sends(plan, 0)
-        assert len(there) == kept[rank].sum() and plan.places[1, 1, -1] == kept[:, rank].sum()
+        assert len(there) == counts[rank].sum() and plan.places[1, 1, -1] == counts[:, rank].sum()
         for token, (peer, row) in zip(plan.token, there, strict=False):
             assert row not in landed[peer] and 0 <= row < ranks * slots
             landed[peer][row] = (rank, token)
@@ -95,7 +102,7 @@ def test_plan(routing, ranks, top_k, slots):
             assert back not in returned[home] and 0 <= back < entries
             returned[home][back] = (rank, landed[rank][r])
     for rank, plan in enumerate(plans):
-        assert len(plan.token) == entries and len(returned[rank]) == kept[rank].sum()
+        assert len(plan.token) == entries and len(returned[rank]) == counts[rank].sum()
         for t in range(tokens):
             for peer in range(ranks):
                 if slot[rank, t, peer] < slots:
@@ -106,7 +113,8 @@ def test_plan(routing, ranks, top_k, slots):
 
 def test_the_example_of_the_docstrings():
     """Breaks if the example in `plan_sends` and `SendPlan` is not what the code does."""
-    owner, entries = np.array([[0, 1], [1, 2], [0, 2]], np.int32), 6
+    owner = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
+    entries = 6
     slot, until = find_slots(jnp.asarray(owner), 2)
     np.testing.assert_array_equal(slot, [[0, 0], [3, 1], [1, 3]])
     np.testing.assert_array_equal(until, [[2], [2]])
@@ -127,13 +135,25 @@ def test_slots(routing, tokens, ranks=5):
     owner = rng.permuted(np.concatenate([owner, owner[:, :1]], axis=1), axis=1).astype(np.int32)
     slot, until = find_slots(jnp.asarray(owner), ranks)
     np.testing.assert_array_equal(slot, np.where(wanted, np.cumsum(wanted, 0) - 1, tokens))
-    np.testing.assert_array_equal(until.T, [wanted[: 32 * n].sum(0) for n in range(1, until.shape[1] + 1)])
+    np.testing.assert_array_equal(
+        until.T,
+        [wanted[: 32 * n].sum(0) for n in range(1, until.shape[1] + 1)],
+    )
     assert until.shape[1] * 32 - tokens in range(32)
 
 
 MESHES = ("2x4", "4x2", "1x8", "dp2x2x2", "tp2x2x2")
-ALL = [*((way, "2x4") for way in WAYS), *(("custom_partitioning", mesh) for mesh in MESHES[1:]), ("shard_map", "8x1")]
-FIRST = [("custom_partitioning", "2x4"), ("custom_partitioning", "1x8"), ("explicit", "tp2x2x2"), ("user_vma", "2x4")]
+ALL = [
+    *((way, "2x4") for way in WAYS),
+    *(("custom_partitioning", mesh) for mesh in MESHES[1:]),
+    ("shard_map", "8x1"),
+]
+FIRST = [
+    ("custom_partitioning", "2x4"),
+    ("custom_partitioning", "1x8"),
+    ("explicit", "tp2x2x2"),
+    ("user_vma", "2x4"),
+]
 COVER = [*FIRST, *(case for case in ALL if case not in FIRST)]
 
 
@@ -151,7 +171,10 @@ def test_drops_and_degenerate_routings(emulated, factor, skew):
     assert (lost > 0) == (factor == 0.15) or factor == 0.7
 
 
-@pytest.mark.parametrize("way, factor", some([(way, factor) for factor in (0.34, None) for way in WAYS], 2))
+@pytest.mark.parametrize(
+    "way, factor",
+    some([(way, factor) for factor in (0.34, None) for way in WAYS], 2),
+)
 def test_transposes(emulated, way, factor):
     """Breaks if a gradient comes from another token's row, or from one that nobody wrote, which is NaN."""
     check_transposes(way, "2x4", "one_sided", factor)
@@ -161,8 +184,9 @@ def test_transposes(emulated, way, factor):
 def test_ep_of_two_axes(emulated, kind):
     """Axes(ep=("a", "b")): ranks count a before b, in the plan as in the kernel's coordinates."""
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "a", "b"), axis_types=(kind,) * 3)
-    axes, at = moax.Axes(ep=("a", "b")), P(("fsdp", "a", "b"))
-    x, experts, weights = (jax.device_put(v, jax.NamedSharding(mesh, at)) for v in inputs("2x4"))
+    axes = moax.Axes(ep=("a", "b"))
+    layout = P(("fsdp", "a", "b"))
+    x, experts, weights = (jax.device_put(v, jax.NamedSharding(mesh, layout)) for v in inputs("2x4"))
     with jax.set_mesh(mesh):
         send = lambda *args: dispatch(*args, EXPERTS, exchange="one_sided", axes=axes)  # noqa: E731
         received = jax.jit(send)(x, experts, weights)
@@ -171,14 +195,31 @@ def test_ep_of_two_axes(emulated, kind):
     np.testing.assert_array_equal(y, np.asarray(x) * np.asarray(weights).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
+@pytest.mark.parametrize(
+    "wire",
+    [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")],
+)
 def test_wire_format(emulated, wire):
     """Breaks if quantized rows, their scales of 4 bytes or 1, ids or weights unpack otherwise than they were packed."""
     x, experts, weights = inputs("2x4")
     x = random(5, *x.shape)
-    _, received = run("custom_partitioning", "2x4", (x, experts, weights), wire=wire, exchange="one_sided")
+    _, received = run(
+        "custom_partitioning",
+        "2x4",
+        (x, experts, weights),
+        wire=wire,
+        exchange="one_sided",
+    )
     want = round_trip(x, wire, (1, wire.block))
-    check_received("2x4", "one_sided", received, want, experts, weights, slots_of("2x4", "one_sided"))
+    check_received(
+        "2x4",
+        "one_sided",
+        received,
+        want,
+        experts,
+        weights,
+        slots_of("2x4", "one_sided"),
+    )
 
 
 WIRES = (Format(), Format("e5m2", scale="pow2"), Format(scale="e8m0"), Format(block=32))
@@ -208,7 +249,15 @@ def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
     assert called == {*["quantize_by_row"] * theirs, *["dequantize_rows"] * back}
     want = round_trip(x, wire, (1, wire.block)).astype(x.dtype).astype(np.float32)
     got = dataclasses.replace(got, rows=got.rows.astype(np.float32))
-    check_received("2x4", transport, got, want, experts, weights, slots_of("2x4", transport, factor, tokens))
+    check_received(
+        "2x4",
+        transport,
+        got,
+        want,
+        experts,
+        weights,
+        slots_of("2x4", transport, factor, tokens),
+    )
 
 
 @pytest.mark.parametrize("wire", (Format(), Format("e5m2", scale="pow2")))
@@ -224,31 +273,49 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
         words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
         return q, by_kernels.dequantize_wire(q.data, words, ends, wire, x.dtype)
 
-    q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
+    q, back = interpret(
+        there_and_back,
+        x,
+        np.full((rows, 3), -1, np.int32),
+        np.array([7, count], np.int32),
+    )
     np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
-    assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1 and (q.data == want.data).mean() > 0.999
-    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize(q, x.dtype))[:count])
+    assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1
+    assert (q.data == want.data).mean() > 0.999
+    np.testing.assert_array_equal(
+        np.float32(back)[:count],
+        np.float32(dequantize(q, x.dtype))[:count],
+    )
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("mesh, way", [("2x4", "explicit"), ("2x4", "user_vma")])
 def test_block(emulated, mesh, way):
     """Output, statistics and every gradient of the block are those of all_gather, NaN past the last row and all."""
-    (got, got_grads), (want, want_grads) = (block(way, mesh, exchange=t)() for t in ("one_sided", "all_gather"))
-    for g, w in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+    got, got_grads = block(way, mesh, exchange="one_sided")()
+    want, want_grads = block(way, mesh, exchange="all_gather")()
+    for g, w in zip(
+        jax.tree.leaves((got, got_grads)),
+        jax.tree.leaves((want, want_grads)),
+        strict=True,
+    ):
         assert rel_norm(g, w) < 2e-6
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "recipe", some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"), 1)
+    "recipe",
+    some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"), 1),
 )
 def test_block_quantized(emulated, recipe):
     """No scale, of a row or of the whole tensor, is taken of a row that nobody wrote."""
-    (got, got_grads), (want, want_grads) = (
-        block("custom_partitioning", "2x4", exchange=t, recipe=recipe)() for t in ("one_sided", "all_gather")
-    )
-    for g, w in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+    got, got_grads = block("custom_partitioning", "2x4", exchange="one_sided", recipe=recipe)()
+    want, want_grads = block("custom_partitioning", "2x4", exchange="all_gather", recipe=recipe)()
+    for g, w in zip(
+        jax.tree.leaves((got, got_grads)),
+        jax.tree.leaves((want, want_grads)),
+        strict=True,
+    ):
         assert rel_norm(g, w) < 1e-5
 
 
@@ -256,7 +323,8 @@ def test_block_quantized(emulated, recipe):
 def test_block_drops_as_all_to_all(emulated):
     """With a capacity the same assignments are dropped, and counted."""
     config = dataclasses.replace(BASE, capacity_factor=0.6)
-    (got, _), (want, _) = (block("shard_map", "2x4", config, exchange=t)() for t in ("one_sided", "all_to_all"))
+    got, _ = block("shard_map", "2x4", config, exchange="one_sided")()
+    want, _ = block("shard_map", "2x4", config, exchange="all_to_all")()
     assert got[1].dropped == want[1].dropped > 0
     assert rel_norm(got[0], want[0]) < 2e-6
 
@@ -267,7 +335,9 @@ def test_scan_and_remat(emulated):
     params = make_params(BASE)
 
     def loss(x, params, transport):
-        layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, BASE, exchange=transport)[0], None))
+        layer = jax.checkpoint(
+            lambda x, _: (x + moax.moe(x, params, BASE, exchange=transport)[0], None),
+        )
         return jnp.sum(lax.scan(layer, x, None, length=2)[0] ** 2)
 
     x = jnp.asarray(random(0, 64, BASE.d_model))
@@ -284,7 +354,10 @@ def hopper(monkeypatch):
 
 
 def refused(row_bytes=256, view=None):
-    with pytest.raises(moax.Unsupported, match="exchange='one_sided': .*; use 'all_gather' or 'all_to_all'") as error:
+    with pytest.raises(
+        moax.Unsupported,
+        match="exchange='one_sided': .*; use 'all_gather' or 'all_to_all'",
+    ) as error:
         select_transport("one_sided", view, row_bytes)
     return str(error.value)
 
@@ -308,9 +381,14 @@ def test_reasons_of_the_mesh(monkeypatch):
     one another would fault."""
     hopper(monkeypatch)
     devices = jax.devices()
-    for order, says in (([1, 0, 2, 3], r"not of \[1, 0, 2, 3\]"), ([4, 5, 6, 7], r"not of \[4, 5, 6, 7\]")):
+    for order, says in (
+        ([1, 0, 2, 3], r"not of \[1, 0, 2, 3\]"),
+        ([4, 5, 6, 7], r"not of \[4, 5, 6, 7\]"),
+    ):
         mesh = Mesh(
-            np.array([devices[i] for i in order]).reshape(2, 2), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2
+            np.array([devices[i] for i in order]).reshape(2, 2),
+            ("fsdp", "ep"),
+            axis_types=(AxisType.Auto,) * 2,
         )
         with jax.set_mesh(mesh):
             assert "the first 4 devices of the machine in order" in refused()
@@ -350,8 +428,11 @@ def test_reason_of_a_nested_shard_map(monkeypatch):
     with jax.set_mesh(make_mesh("dp2x2x2")):
         inside = jax.shard_map(
             lambda *args: dispatch(*args, EXPERTS, exchange="one_sided", axes=moax.Axes(dp=())).count,
-            in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}, check_vma=False,
-        )  # fmt: skip
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+            axis_names={"dp"},
+            check_vma=False,
+        )
         with pytest.raises(moax.Unsupported, match="inside a shard_map over other axes"):
             jax.jit(inside)(x, experts, weights)
     assert send(*map(jnp.asarray, (x, experts, weights))) == len(x)  # one device: nothing moves
@@ -365,9 +446,12 @@ def test_block_lowers(monkeypatch, way):
     hopper(monkeypatch)
     jax.clear_caches()
     program = block(way, "2x4", exchange="one_sided", kernels="xla")
-    text = program.under(lambda *args: program.fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text())
+    text = program.under(
+        lambda *args: program.fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text(),
+    )
     assert set(re.findall(r'xla_replica_ids = "([^"]*)"', text)) == {"0,1,2,3,4,5,6,7"}
-    assert text.count("xla_replica_ids") == 4  # dispatch, combine; dy, and gradients of rows and weights in one
+    # The kernels are those of dispatch, of combine, of dy, and of the gradients of rows and weights in one.
+    assert text.count("xla_replica_ids") == 4
 
 
 def test_vmap(emulated):
@@ -376,11 +460,21 @@ def test_vmap(emulated):
     batch = np.stack([x, 2 * x])
 
     def fn(batch, experts, weights, engine):
-        send = lambda x: dispatch(x, experts, weights, EXPERTS, exchange="one_sided", engine=engine)  # noqa: E731
+
+        def send(x):
+            return dispatch(x, experts, weights, EXPERTS, exchange="one_sided", engine=engine)
+
         return jax.vmap(lambda x: combine(send(x).rows, send(x), engine=engine))(batch), ()
 
-    at = spec("2x4", TOKENS)
-    y, _ = program("custom_partitioning", "2x4", fn, (batch, experts, weights), (P(None, *at), at, at), P(None, *at))()
+    layout = spec("2x4", TOKENS)
+    y, _ = program(
+        "custom_partitioning",
+        "2x4",
+        fn,
+        (batch, experts, weights),
+        (P(None, *layout), layout, layout),
+        P(None, *layout),
+    )()
     ranks = np.array([len(set(row // (EXPERTS // size("2x4", "ep")))) for row in experts])
     np.testing.assert_array_equal(y, batch * ranks[None, :, None])
 

@@ -28,27 +28,29 @@ ROWS, WIDTH, GROUPS, TOP_K = 24, 16, 6, 3
 
 def water_fill(arrived, capacity):
     """Which rows fit: take from the busiest group until the rest fits; of equally busy ones, from the last."""
-    kept = list(map(int, arrived))
-    while capacity is not None and sum(kept) > capacity:
-        busiest = max(range(len(kept)), key=lambda g: (kept[g], g))
-        kept[busiest] -= 1
-    return kept
+    remaining = list(map(int, arrived))
+    while capacity is not None and sum(remaining) > capacity:
+        busiest = max(range(len(remaining)), key=lambda g: (remaining[g], g))
+        remaining[busiest] -= 1
+    return remaining
 
 
 def plan_of(experts, groups, align, capacity):
     """source, position, group_sizes, dropped of one shard's experts [R, K]."""
     received, top_k = experts.shape
     rows = sorted_rows(received, top_k, groups, align, capacity)
-    kept = water_fill([(experts == g).sum() for g in range(groups)], capacity)
-    source, position = np.full(rows, received), np.full(experts.shape, rows)
+    room = water_fill([(experts == g).sum() for g in range(groups)], capacity)
+    source = np.full(rows, received)
+    position = np.full(experts.shape, rows)
     start = dropped = 0
     for g in range(groups):
         arrivals = list(zip(*np.nonzero(experts == g), strict=True))  # in order of arrival
-        for i, (r, k) in enumerate(arrivals[: kept[g]]):
-            source[start + i], position[r, k] = r, start + i
-        dropped += len(arrivals) - kept[g]
-        start = math.ceil((start + kept[g]) / align) * align
-    return source, position, kept, dropped
+        for i, (r, k) in enumerate(arrivals[: room[g]]):
+            source[start + i] = r
+            position[r, k] = start + i
+        dropped += len(arrivals) - room[g]
+        start = math.ceil((start + room[g]) / align) * align
+    return source, position, room, dropped
 
 
 def choose(seed, rows, groups, top_k, none=0.2, skew=0.0):
@@ -63,10 +65,14 @@ def choose(seed, rows, groups, top_k, none=0.2, skew=0.0):
 CASES = {
     "mixed": choose(0, ROWS, GROUPS, TOP_K),
     "skewed": choose(1, ROWS, GROUPS, TOP_K, skew=0.3),
-    "one expert": np.stack([np.full(ROWS, 4), *[np.full(ROWS, GROUPS)] * (TOP_K - 1)], 1).astype(np.int32),
+    "one expert": np.stack([np.full(ROWS, 4), *[np.full(ROWS, GROUPS)] * (TOP_K - 1)], 1).astype(
+        np.int32,
+    ),
     "nobody": np.full((ROWS, TOP_K), GROUPS, np.int32),
     "empty ends": np.where(choose(2, ROWS, 4, TOP_K) == 4, GROUPS, choose(2, ROWS, 4, TOP_K) + 1),
-    "one row": np.where(np.arange(ROWS)[:, None] == 5, np.array([[2, 0, 3]]), GROUPS).astype(np.int32),
+    "one row": np.where(np.arange(ROWS)[:, None] == 5, np.array([[2, 0, 3]]), GROUPS).astype(
+        np.int32,
+    ),
 }
 
 
@@ -77,13 +83,16 @@ def test_plan_of_many_assignments(rows, groups, top_k, room):
     """Counts that forget the blocks of assignments before, an expert that a row names twice, or a weight that another
     row or padding has."""
     rng = np.random.default_rng(0)
-    experts, weights = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32), random(0, rows, top_k)
+    experts = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32)
+    weights = random(0, rows, top_k)
     source, position, sizes, _ = plan_of(experts, groups, 4, None)
     static = PermuteSpec(groups, 4, None, "xla", max_rows=room)
     if room is None:
         plan, by_row = jax.jit(lambda e, w: plan_rows(static, e, w))(experts, weights)
         for got, want in zip(
-            (plan.gather_idx, plan.scatter_idx, plan.group_sizes), (source, position, sizes), strict=True
+            (plan.gather_idx, plan.scatter_idx, plan.group_sizes),
+            (source, position, sizes),
+            strict=True,
         ):
             np.testing.assert_array_equal(got, want)
         want = np.zeros(len(source) + 1, np.float32)
@@ -113,8 +122,8 @@ def test_counts_of_many_blocks(monkeypatch):
 
 
 def check_plan(plan: Plan, experts, groups, align, capacity):
-    source, position, kept, dropped = plan_of(experts, groups, align, capacity)
-    np.testing.assert_array_equal(plan.group_sizes, kept)
+    source, position, room, dropped = plan_of(experts, groups, align, capacity)
+    np.testing.assert_array_equal(plan.group_sizes, room)
     np.testing.assert_array_equal(plan.gather_idx, source)
     np.testing.assert_array_equal(plan.scatter_idx, position)
     np.testing.assert_array_equal(plan.dropped, [dropped])
@@ -136,10 +145,14 @@ def test_example_of_the_docstring():
 def test_plan(case, align):
     """Stable order, aligned starts, padding that no one owns: exactly the oracle's, and rows are copies, 0 in
     padding."""
-    x, experts = random(3, ROWS, WIDTH), CASES[case]
+    x = random(3, ROWS, WIDTH)
+    experts = CASES[case]
     rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align)
     check_plan(plan, experts, GROUPS, align, None)
-    np.testing.assert_array_equal(rows, np.concatenate([x, np.zeros((1, WIDTH), np.float32)])[plan.gather_idx])
+    np.testing.assert_array_equal(
+        rows,
+        np.concatenate([x, np.zeros((1, WIDTH), np.float32)])[plan.gather_idx],
+    )
 
 
 @pytest.mark.parametrize("capacity", (1, 7, 20, 35, 71, 72, 100))
@@ -147,14 +160,20 @@ def test_plan(case, align):
 def test_capacity(case, capacity):
     """Total kept is min(total, capacity), the busiest lose first, the last arrivals of each; the rest is counted."""
     experts = CASES[case]
-    _, plan = permute(jnp.zeros((ROWS, 1)), jnp.asarray(experts), GROUPS, align=8, capacity=capacity)
+    _, plan = permute(
+        jnp.zeros((ROWS, 1)),
+        jnp.asarray(experts),
+        GROUPS,
+        align=8,
+        capacity=capacity,
+    )
     check_plan(plan, experts, GROUPS, 8, capacity)
     arrived = np.array([(experts == g).sum() for g in range(GROUPS)])
-    kept = np.asarray(plan.group_sizes)
-    assert kept.sum() == min(arrived.sum(), capacity)
-    assert plan.dropped[0] == arrived.sum() - kept.sum()
-    if (short := kept < arrived).any():
-        assert kept.max() <= kept[short].min() + 1
+    rows_of_experts = np.asarray(plan.group_sizes)
+    assert rows_of_experts.sum() == min(arrived.sum(), capacity)
+    assert plan.dropped[0] == arrived.sum() - rows_of_experts.sum()
+    if (short := rows_of_experts < arrived).any():
+        assert rows_of_experts.max() <= rows_of_experts[short].min() + 1
 
 
 @given(
@@ -177,30 +196,43 @@ def _plan_of_twelve(experts, align, capacity):
 @pytest.mark.parametrize("align, capacity", [(1, None), (16, None), (8, 30)])
 def test_round_trip(align, capacity):
     """unpermute(permute(x)) with weights 1 is x times the experts it kept; exact on integers."""
-    x, experts = integers(4, ROWS, WIDTH), CASES["skewed"]
-    rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align, capacity=capacity)
+    x = integers(4, ROWS, WIDTH)
+    experts = CASES["skewed"]
+    rows, plan = permute(
+        jnp.asarray(x),
+        jnp.asarray(experts),
+        GROUPS,
+        align=align,
+        capacity=capacity,
+    )
     back = unpermute(rows, plan, jnp.ones(experts.shape))
-    kept = (np.asarray(plan.scatter_idx) < rows.shape[0]).sum(1, keepdims=True)
-    np.testing.assert_array_equal(back, x * kept)
+    copies = (np.asarray(plan.scatter_idx) < rows.shape[0]).sum(1, keepdims=True)
+    np.testing.assert_array_equal(back, x * copies)
 
 
 @pytest.mark.parametrize("tokens, experts, width, top_k", [(128, 5, 128, 3), (1024, 8, 128, 8)])
 @pytest.mark.parametrize("align", (1, 16, 128))
 def test_shapes_of_transformer_engine(tokens, experts, width, top_k, align):
     """The shapes of Transformer Engine's permutation tests: plan, and round trip weighted by expert."""
-    chosen, x = choose(5, tokens, experts, top_k, none=0.0), integers(6, tokens, width)
+    chosen = choose(5, tokens, experts, top_k, none=0.0)
+    x = integers(6, tokens, width)
     rows, plan = permute(jnp.asarray(x), jnp.asarray(chosen), experts, align=align)
     check_plan(plan, chosen, experts, align, None)
     weights = integers(7, tokens, top_k)
-    np.testing.assert_array_equal(unpermute(rows, plan, jnp.asarray(weights)), x * weights.sum(1, keepdims=True))
+    np.testing.assert_array_equal(
+        unpermute(rows, plan, jnp.asarray(weights)),
+        x * weights.sum(1, keepdims=True),
+    )
 
 
 @pytest.mark.parametrize("align, capacity", [(1, None), (8, None), (4, 30)])
 def test_vjp_is_that_of_the_dense_formula(align, capacity):
     """Both ops, in x, rows and weights, against one-hot sums in float64; dropped and absent rows have gradient 0."""
-    x, experts = random(8, ROWS, WIDTH), CASES["skewed"]
+    x = random(8, ROWS, WIDTH)
+    experts = CASES["skewed"]
     (rows, plan), pull = jax.vjp(
-        lambda x: permute(x, jnp.asarray(experts), GROUPS, align=align, capacity=capacity), jnp.asarray(x)
+        lambda x: permute(x, jnp.asarray(experts), GROUPS, align=align, capacity=capacity),
+        jnp.asarray(x),
     )
     d_rows = random(9, *rows.shape)
     zeros = jax.tree.map(lambda v: np.zeros(v.shape, jax.dtypes.float0), plan)
@@ -208,7 +240,9 @@ def test_vjp_is_that_of_the_dense_formula(align, capacity):
     assert rel_error(rows, oracle.permute(x, plan.scatter_idx, len(rows))) == 0
     assert rel_error(pull((jnp.asarray(d_rows), zeros))[0], d_x, per=0) < 1e-6
 
-    values, weights, dy = random(10, *rows.shape), random(11, ROWS, TOP_K), random(12, ROWS, WIDTH)
+    values = random(10, *rows.shape)
+    weights = random(11, ROWS, TOP_K)
+    dy = random(12, ROWS, WIDTH)
     y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), jnp.asarray(values), jnp.asarray(weights))
     want = oracle.unpermute(values, plan.scatter_idx, weights)
     d_values, d_weights = oracle.unpermute_grad(values, plan.scatter_idx, weights, dy)
@@ -224,7 +258,8 @@ def test_nan_in_padding_reaches_nothing():
     rows, plan = permute(jnp.asarray(random(13, ROWS, WIDTH)), experts, GROUPS, align=8)
     padding = np.asarray(plan.gather_idx) == ROWS
     assert padding.any()
-    weights, dy = jnp.asarray(random(14, ROWS, TOP_K)), jnp.asarray(random(15, ROWS, WIDTH))
+    weights = jnp.asarray(random(14, ROWS, TOP_K))
+    dy = jnp.asarray(random(15, ROWS, WIDTH))
 
     def run(rows):
         y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), rows, weights)
@@ -255,7 +290,12 @@ def test_bfloat16():
     x = jnp.asarray([[256.0], *[[1.0]] * 8], jnp.bfloat16)
     experts = jnp.zeros((9, 1), jnp.int32)
     rows, plan = permute(x, experts, 1)
-    many = Plan(plan.gather_idx, jnp.arange(9, dtype=jnp.int32)[None], plan.group_sizes, plan.dropped)
+    many = Plan(
+        plan.gather_idx,
+        jnp.arange(9, dtype=jnp.int32)[None],
+        plan.group_sizes,
+        plan.dropped,
+    )
     y = unpermute(rows, many, jnp.ones((1, 9)))
     assert rows.dtype == y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == 264.0
@@ -276,9 +316,10 @@ FULL = [c for c in itertools.product(WAYS, MESHES) if c not in COVER]
 def check_on_mesh(way, mesh, other=None):
     shards = size(mesh, *TOKENS)
     rows = 12 * shards
-    x, experts = random(18, rows, WIDTH), choose(19, rows, GROUPS, TOP_K, skew=0.1)
+    x = random(18, rows, WIDTH)
+    experts = choose(19, rows, GROUPS, TOP_K, skew=0.1)
     weights = random(20, rows, TOP_K)
-    at = spec(mesh, TOKENS)
+    layout = spec(mesh, TOKENS)
     align, capacity = 4, 20
 
     def forward(x, experts, weights, engine):
@@ -293,15 +334,16 @@ def check_on_mesh(way, mesh, other=None):
         mesh,
         forward,
         (x, experts, weights),
-        (at if other is None else other,) * 3,
-        (at, at),
-        at,
+        (layout if other is None else other,) * 3,
+        (layout, layout),
+        layout,
         cotangents=cotangents,
         wrt=(0, 2),
     )
     (sorted_, y), plan, (d_x, d_weights) = run()
     for s in range(shards):
-        mine, buffer = slice(12 * s, 12 * (s + 1)), slice(n * s, n * (s + 1))
+        mine = slice(12 * s, 12 * (s + 1))
+        buffer = slice(n * s, n * (s + 1))
         local = Plan(
             plan.gather_idx[buffer],
             plan.scatter_idx[mine],
@@ -309,13 +351,18 @@ def check_on_mesh(way, mesh, other=None):
             plan.dropped[s : s + 1],
         )
         check_plan(local, experts[mine], GROUPS, align, capacity)
-        rows_, d_rows, dy = (
-            v.astype(np.float64) for v in (sorted_[buffer], cotangents[0][buffer], cotangents[1][mine])
-        )
+        rows_ = sorted_[buffer].astype(np.float64)
+        d_rows = cotangents[0][buffer].astype(np.float64)
+        dy = cotangents[1][mine].astype(np.float64)
         want = oracle.permute(x[mine], local.scatter_idx, n)
         assert rel_error(rows_, want) == 0
         assert rel_error(y[mine], oracle.unpermute(want**2, local.scatter_idx, weights[mine])) < 1e-6
-        d_squares, want_weights = oracle.unpermute_grad(want**2, local.scatter_idx, weights[mine], dy)
+        d_squares, want_weights = oracle.unpermute_grad(
+            want**2,
+            local.scatter_idx,
+            weights[mine],
+            dy,
+        )
         assert rel_error(d_x[mine], oracle.permute_grad(local.scatter_idx, d_rows + 2 * want * d_squares)) < 1e-6
         assert rel_error(d_weights[mine], want_weights) < 1e-6
 
@@ -335,15 +382,25 @@ def test_operands_of_another_layout(at):
 @pytest.mark.parametrize("way", some(WAYS[:3], 2))
 def test_nothing_is_communicated(way):
     """Forward and backward compile to no collective at all: a global sort would gather every row."""
-    x, experts, weights = random(23, 64, WIDTH), choose(24, 64, GROUPS, TOP_K), random(25, 64, TOP_K)
-    at = spec("2x4", TOKENS)
+    x = random(23, 64, WIDTH)
+    experts = choose(24, 64, GROUPS, TOP_K)
+    weights = random(25, 64, TOP_K)
+    layout = spec("2x4", TOKENS)
 
     def forward(x, experts, weights, engine):
         rows, plan = permute(x, experts, GROUPS, align=8, engine=engine)
         return unpermute(rows * rows, plan, weights, engine=engine), plan.group_sizes
 
     run = program(
-        way, "2x4", forward, (x, experts, weights), (at,) * 3, at, at, cotangents=random(26, 64, WIDTH), wrt=(0, 2)
+        way,
+        "2x4",
+        forward,
+        (x, experts, weights),
+        (layout,) * 3,
+        layout,
+        layout,
+        cotangents=random(26, 64, WIDTH),
+        wrt=(0, 2),
     )
     assert run.under(lambda *args: collectives(run.fn, *args)) == []
 
@@ -351,9 +408,11 @@ def test_nothing_is_communicated(way):
 @pytest.mark.parametrize("way", ("none", "custom_partitioning"))
 def test_vmap(way):
     """A batch is each of its elements, forward and backward."""
-    x, experts = random(27, 3, 16, WIDTH), np.stack([choose(i, 16, GROUPS, TOP_K) for i in range(3)])
-    weights, dy = random(28, 3, 16, TOP_K), random(29, 3, 16, WIDTH)
-    at = P(None, ("fsdp", "ep"))
+    x = random(27, 3, 16, WIDTH)
+    experts = np.stack([choose(i, 16, GROUPS, TOP_K) for i in range(3)])
+    weights = random(28, 3, 16, TOP_K)
+    dy = random(29, 3, 16, WIDTH)
+    layout = P(None, ("fsdp", "ep"))
 
     def forward(x, experts, weights, engine):
         def one(x, experts, weights):
@@ -363,10 +422,11 @@ def test_vmap(way):
         return jax.vmap(one)(x, experts, weights), ()
 
     y, _, grads = program(
-        way, "2x4", forward, (x, experts, weights), (at,) * 3, at, cotangents=dy, wrt=(0, 2)
+        way, "2x4", forward, (x, experts, weights), (layout,) * 3, layout, cotangents=dy, wrt=(0, 2)
     )()  # fmt: skip
     present = (experts != GROUPS).astype(np.float32)
-    x, total = x.astype(np.float64), (weights * present).sum(-1, keepdims=True)
+    x = x.astype(np.float64)
+    total = (weights * present).sum(-1, keepdims=True)
     assert rel_error(y, total * x**2) < 1e-6
     assert rel_error(grads[0], 2 * total * x * dy) < 1e-6
     assert rel_error(grads[1], present * (dy * x**2).sum(-1, keepdims=True)) < 1e-6
@@ -378,14 +438,20 @@ IDS = np.zeros((4, 2), np.int32)
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(experts=IDS[[0, *range(4)]]), "x, experts have shapes (4, 8), (5, 2); they must be [R, H], [R, K]"),
+        (
+            dict(experts=IDS[[0, *range(4)]]),
+            "x, experts have shapes (4, 8), (5, 2); they must be [R, H], [R, K]",
+        ),
         (dict(experts=IDS[:, 0]), "experts has shape (4,); it must be [R, K]"),
         (dict(num_groups=0), "num_groups=0 must be an int of at least 1"),
         (dict(align=0), "align=0 must be an int of at least 1"),
         (dict(capacity=0), "capacity=0 must be an int of at least 1"),
         (dict(experts=IDS > 0), "experts has shape (4, 2); it must be [R, E=3]"),
         (dict(top_k=2), "top_k=2 must be None beside ids; experts is no map of bool, but int32"),
-        (dict(weights=np.zeros((4, 3), np.float32)), "(4, 2), (4, 3); they must be [R, H], [R, K], [R, K]"),
+        (
+            dict(weights=np.zeros((4, 3), np.float32)),
+            "(4, 2), (4, 3); they must be [R, H], [R, K], [R, K]",
+        ),
     ],
 )
 def test_permute_errors(options, message):
@@ -414,30 +480,46 @@ def first_experts(chosen, top_k):
     """ids [R, K] of the first K experts of each row, and how many are left out."""
     ids = np.full((len(chosen), top_k), GROUPS, np.int32)
     for r, row in enumerate(chosen):
-        first = np.flatnonzero(row)[:top_k]
-        ids[r, : len(first)] = first
+        experts = np.flatnonzero(row)[:top_k]
+        ids[r, : len(experts)] = experts
     return ids, int(np.maximum(chosen.sum(1) - top_k, 0).sum())
 
 
 @pytest.mark.parametrize("top_k, capacity", some([(2, 7), (None, None), (3, None), (9, None)], 1))
 def test_map_is_its_ids(top_k, capacity):
     """Breaks if a map sorts other rows than the ids that it lists, or an expert beyond K is dropped without a count."""
-    x, chosen = random(0, ROWS, WIDTH), a_map(1)
+    x = random(0, ROWS, WIDTH)
+    chosen = a_map(1)
     k = min(top_k or GROUPS, GROUPS)
     ids, left_out = first_experts(chosen, k)
-    rows, plan = permute(jnp.asarray(x), jnp.asarray(chosen), GROUPS, top_k=top_k, align=4, capacity=capacity)
+    rows, plan = permute(
+        jnp.asarray(x),
+        jnp.asarray(chosen),
+        GROUPS,
+        top_k=top_k,
+        align=4,
+        capacity=capacity,
+    )
     want, of_ids = permute(jnp.asarray(x), jnp.asarray(ids), GROUPS, align=4, capacity=capacity)
     np.testing.assert_array_equal(rows, want)
     for one, other in zip(jax.tree.leaves(plan)[:3], jax.tree.leaves(of_ids)[:3], strict=True):
         np.testing.assert_array_equal(one, other)
     assert plan.dropped[0] == of_ids.dropped[0] + left_out
     total = unpermute(rows, plan)
-    kept = (np.asarray(plan.scatter_idx) < len(rows)).sum(1, keepdims=True)
-    assert rel_error(total, x * kept) < 1e-6
+    copies = (np.asarray(plan.scatter_idx) < len(rows)).sum(1, keepdims=True)
+    assert rel_error(total, x * copies) < 1e-6
 
 
-WEIGHTED = [("none", False), ("explicit", True), ("custom_partitioning", False), ("none", True), ("user_vma", True),
-         ("custom_partitioning", True), ("shard_map", True), ("explicit", False)]  # fmt: skip
+WEIGHTED = [
+    ("none", False),
+    ("explicit", True),
+    ("custom_partitioning", False),
+    ("none", True),
+    ("user_vma", True),
+    ("custom_partitioning", True),
+    ("shard_map", True),
+    ("explicit", False),
+]
 
 
 @pytest.mark.parametrize("way, mapped", some(WEIGHTED, 1))
@@ -445,25 +527,49 @@ def test_weights_go_with_their_rows(way, mapped):
     """Breaks if the weight of a row is that of another, the gradient of a weight without a row is not 0, rows times
     weights sum to another y than weighted sums, or a shard reads a weight of another."""
     shards = 1 if way == "none" else size("2x4", *TOKENS)
-    k, n = 3, sorted_rows(ROWS, 3, GROUPS, 4, None)
+    k = 3
+    n = sorted_rows(ROWS, 3, GROUPS, 4, None)
     chosen = np.concatenate([a_map(s) for s in range(shards)])
     ids = first_experts(chosen, k)[0]
     weights = random(1, *(chosen if mapped else ids).shape)
-    x, at = random(0, len(chosen), WIDTH), spec("2x4", TOKENS)
+    x = random(0, len(chosen), WIDTH)
+    layout = spec("2x4", TOKENS)
     cotangents = (random(2, n * shards), random(3, len(chosen), WIDTH))
 
     def forward(x, experts, weights, engine):
         options = dict(top_k=k) if mapped else {}
-        rows, of_rows, plan = permute(x, experts, GROUPS, weights=weights, align=4, engine=engine, **options)
-        return (of_rows, unpermute(rows * of_rows[:, None], plan, engine=engine)), (plan.gather_idx, plan.scatter_idx)
+        rows, of_rows, plan = permute(
+            x,
+            experts,
+            GROUPS,
+            weights=weights,
+            align=4,
+            engine=engine,
+            **options,
+        )
+        return (of_rows, unpermute(rows * of_rows[:, None], plan, engine=engine)), (
+            plan.gather_idx,
+            plan.scatter_idx,
+        )
 
     args = x, chosen if mapped else ids, weights
-    p = program(way, "2x4", forward, args, (at,) * 3, at, at, cotangents=cotangents, wrt=(0, 2))
+    p = program(
+        way,
+        "2x4",
+        forward,
+        args,
+        (layout,) * 3,
+        layout,
+        layout,
+        cotangents=cotangents,
+        wrt=(0, 2),
+    )
     (of_rows, y), (source, position), (dx, d_weights) = p()
     # Each assignment (row r, expert e) has one row n; its weight is one entry of `weights`.
     want, want_y, want_dx, want_d = (np.zeros(v.shape) for v in (of_rows, y, dx, d_weights))
     for r, c in zip(*np.nonzero(ids < GROUPS), strict=True):
-        shard, at_weight = r // ROWS, (r, ids[r, c] if mapped else c)
+        shard = r // ROWS
+        at_weight = (r, ids[r, c] if mapped else c)
         row = n * shard + position[r, c]
         assert source[row] == r - ROWS * shard
         want[row] = weights[at_weight]
@@ -502,10 +608,14 @@ def _sort_and_gradient(x, sizes, order, d_rows):
     return rows, pull(d_rows)[0]
 
 
-@given(st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS), st.permutations(range(CHUNKS)))
+@given(
+    st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS),
+    st.permutations(range(CHUNKS)),
+)
 def test_any_chunks(sizes, order):
     """Breaks if a row lands elsewhere, a row past the last chunk is read, or the gradient is no inverse."""
-    x, d_rows = random(0, ROWS, 2, 3), random(1, ROWS, 2, 3)
+    x = random(0, ROWS, 2, 3)
+    d_rows = random(1, ROWS, 2, 3)
     used = sum(sizes)
     dirty = np.where(np.arange(ROWS)[:, None, None] < used, x, np.nan)
     rows, dx = _sort_and_gradient(dirty, jnp.asarray(sizes), jnp.asarray(order), d_rows)
@@ -514,22 +624,41 @@ def test_any_chunks(sizes, order):
     np.testing.assert_array_equal(dx, want)
 
 
-@pytest.mark.parametrize("way", some(("custom_partitioning", "explicit", "user_vma", "shard_map"), 1))
+@pytest.mark.parametrize(
+    "way",
+    some(("custom_partitioning", "explicit", "user_vma", "shard_map"), 1),
+)
 def test_each_shard_sorts_its_own_chunks(way):
     """Breaks if chunks of one shard move rows of another, or anything is communicated."""
     mesh = "2x4"
-    shards, rng = size(mesh, *TOKENS), np.random.default_rng(2)
+    shards = size(mesh, *TOKENS)
+    rng = np.random.default_rng(2)
     sizes = rng.integers(0, 5, (shards, CHUNKS)).astype(np.int32)
     order = np.stack([rng.permutation(CHUNKS) for _ in range(shards)]).astype(np.int32)
-    x, d_rows = random(3, ROWS * shards, 8), random(4, ROWS * shards, 8)
-    at = spec(mesh, TOKENS)
-    fn = lambda x, sizes, order, engine: (sort_chunks(x, sizes, order, engine=engine), ())  # noqa: E731
-    p = program(way, mesh, fn, (x, sizes.reshape(-1), order.reshape(-1)), (at,) * 3, at, cotangents=d_rows)
+    x = random(3, ROWS * shards, 8)
+    d_rows = random(4, ROWS * shards, 8)
+    layout = spec(mesh, TOKENS)
+
+    def fn(x, sizes, order, engine):
+        return (sort_chunks(x, sizes, order, engine=engine), ())
+
+    p = program(
+        way,
+        mesh,
+        fn,
+        (x, sizes.reshape(-1), order.reshape(-1)),
+        (layout,) * 3,
+        layout,
+        cotangents=d_rows,
+    )
     rows, _, (dx,) = p()
     for s in range(shards):
         mine = slice(ROWS * s, ROWS * (s + 1))
         np.testing.assert_array_equal(rows[mine], chunks_by_hand(x[mine], sizes[s], order[s]))
-        np.testing.assert_array_equal(dx[mine], chunks_by_hand(d_rows[mine], sizes[s][order[s]], np.argsort(order[s])))
+        np.testing.assert_array_equal(
+            dx[mine],
+            chunks_by_hand(d_rows[mine], sizes[s][order[s]], np.argsort(order[s])),
+        )
     assert p.under(lambda *args: collectives(p.fn, *args)) == []
 
 
@@ -537,7 +666,10 @@ def test_chunks_that_do_not_fit_and_none():
     """Breaks if shapes that do not fit are not named; rows of no chunk, and no rows, are legal."""
     with pytest.raises(ValueError, match=r"x, sizes, order have shapes \(4, 2\), \(3,\), \(2,\)"):
         sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match="order has dtype float32; it must be an array of integers"):
+    with pytest.raises(
+        ValueError,
+        match="order has dtype float32; it must be an array of integers",
+    ):
         sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(3))
     none = jnp.zeros(0, jnp.int32)
     np.testing.assert_array_equal(sort_chunks(jnp.ones((4, 2)), none, none), np.zeros((4, 2)))

@@ -44,7 +44,8 @@ def shards_of(x, counts):
 def oracle_by_shard(x, format, block, counts):
     """`quantize_by_numpy` of each shard by itself, laid side by side as a gather does; a dim of one block has one
     scale, the mesh's."""
-    values, scales = np.empty(counts, object), np.empty(counts, object)
+    values = np.empty(counts, object)
+    scales = np.empty(counts, object)
     whole = tuple(1 if b is None else c for b, c in zip(block, counts, strict=True))
     for index, shard in shards_of(x, whole):
         v, s = quantize_by_numpy(shard, format, block)
@@ -78,9 +79,20 @@ def wide_range(seed, *shape):
     return np.where(rng.random(shape) < 0.05, 0.0, x).astype(np.float32)
 
 
-ROWS = [((5, 2880), "fprop"), ((7, 200), "fprop"), ((4, 1), "fprop"), ((200, 3), "wgrad"), ((1, 9), "wgrad")]
+ROWS = [
+    ((5, 2880), "fprop"),
+    ((7, 200), "fprop"),
+    ((4, 1), "fprop"),
+    ((200, 3), "wgrad"),
+    ((1, 9), "wgrad"),
+]
 ROWS += [((6, 2, 96), "fprop"), ((96, 2, 5), "wgrad")]
-WEIGHTS = [((2, 200, 96), "fprop"), ((2, 200, 96), "dgrad"), ((3, 1, 130), "fprop"), ((2, 96, 2, 200), "fprop")]
+WEIGHTS = [
+    ((2, 200, 96), "fprop"),
+    ((2, 200, 96), "dgrad"),
+    ((3, 1, 130), "fprop"),
+    ((2, 96, 2, 200), "fprop"),
+]
 WEIGHTS += [((2, 96, 2, 200), "dgrad")]
 
 
@@ -89,7 +101,10 @@ def test_matches_numpy(name):
     """Every bit and every scale, rows and weights, blocks along either dim, edge blocks of 2880, 200, 96, 1
     included."""
     format = FORMATS[name]
-    for kind, (shape, use) in [*(("row", r) for r in ROWS), *(("weight", w) for w in WEIGHTS)]:
+    for kind, (shape, use) in [
+        *(("row", r) for r in ROWS),
+        *(("weight", w) for w in WEIGHTS),
+    ]:
         block = getattr(format, f"{kind}_block")(len(shape), use)
         x = wide_range(0, *shape)
         q, narrow = jax.jit(lambda x, b=block: (q := quantize(x, format, block=b), dequantize(q)))(x)
@@ -143,7 +158,10 @@ def test_values_of_the_format_are_exact(name):
     every = every[np.isfinite(every)]
     x = np.stack([every * np.float32(2.0**e) for e in (-40, -1, 0, 30)])
     format = dataclasses.replace(format, block=len(every))
-    np.testing.assert_array_equal(dequantize(quantize(jnp.asarray(x), format, block=(1, len(every)))), x)
+    np.testing.assert_array_equal(
+        dequantize(quantize(jnp.asarray(x), format, block=(1, len(every)))),
+        x,
+    )
 
 
 def test_mxfp8_is_exact_in_bfloat16():
@@ -202,41 +220,54 @@ NAMES = ("fp8_block", "mxfp8", "tensor")
 COVER = [*itertools.product(WAYS, ["2x4"], ["model"], NAMES)]
 COVER += [("custom_partitioning", "2x4", layout, name) for layout, name in itertools.product(LAYOUTS, NAMES)]
 COVER += [(way, "tp2x2x2", "columns", "fp8_block") for way in WAYS]
-COVER += [("custom_partitioning", "4x2", "model", "fp8_block"), ("user_vma", "8x1", "rows", "tensor")]
+COVER += [
+    ("custom_partitioning", "4x2", "model", "fp8_block"),
+    ("user_vma", "8x1", "rows", "tensor"),
+]
 COVER = sorted(set(COVER))
 
 
 def shards_on(mesh, layout):
     """In how many shards the mesh cuts each dim of the layout; its spec."""
     shape, entries, _ = LAYOUTS[layout]
-    at = spec(mesh, *entries, *[None] * (len(shape) - len(entries)))
-    return [1 if e is None else size(mesh, *(e if isinstance(e, tuple) else (e,))) for e in at], at
+    placement = spec(mesh, *entries, *[None] * (len(shape) - len(entries)))
+    counts = []
+    for entry in placement:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        counts.append(1 if entry is None else size(mesh, *names))
+    return counts, placement
 
 
 def check_on_mesh(way, mesh, layout, name):
     shape, _, kind = LAYOUTS[layout]
-    counts, at = shards_on(mesh, layout)
+    counts, layout_of_x = shards_on(mesh, layout)
     format = FORMATS[name]
     block = getattr(format, f"{kind}_block")(len(shape), "fprop")
     x = wide_range(6, *shape)
 
     def forward(x, engine):
-        q = quantize(x, format, block=block, x_spec=at, engine=engine)
+        q = quantize(x, format, block=block, x_spec=layout_of_x, engine=engine)
         return (), (q.data, q.scale, dequantize(q, engine=engine))
 
-    of_scale = P(*(None if b is None else e for e, b in zip(at, block, strict=True)))
-    p = program(way, mesh, forward, (x,), (at,), (), (at, of_scale, at))
+    of_scale = P(*(None if b is None else e for e, b in zip(layout_of_x, block, strict=True)))
+    p = program(way, mesh, forward, (x,), (layout_of_x,), (), (layout_of_x, of_scale, layout_of_x))
     _, (data, scale, back) = p()
     q = QArray(data, scale, format.dtype, block)
     check(q, oracle_by_shard(x, format, block, counts))
     np.testing.assert_array_equal(back, dequantize(jax.tree.map(jnp.asarray, q)))
     if way in WAYS[:3]:
         with jax.set_mesh(p.mesh):
-            whole = jax.eval_shape(lambda x: quantize(x, format, block=block, x_spec=at, engine="auto"), *p.args)
+            whole = jax.eval_shape(
+                lambda x: quantize(x, format, block=block, x_spec=layout_of_x, engine="auto"),
+                *p.args,
+            )
         assert whole.scale.shape == scale.shape
 
 
-@pytest.mark.parametrize("way, mesh, layout, name", some([*COVER[::3], *COVER[1::3], *COVER[2::3]], 6))
+@pytest.mark.parametrize(
+    "way, mesh, layout, name",
+    some([*COVER[::3], *COVER[1::3], *COVER[2::3]], 6),
+)
 def test_on_mesh(way, mesh, layout, name):
     """Each shard is quantized by itself: nobody else's amax, but for a tensor's one scale, which is the mesh's; the
     gathered whole dequantizes to the same values."""
@@ -251,14 +282,14 @@ def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
     """The scale is pmax'd before the cast: to the bit that of one device, else a run would depend on its mesh."""
     x = jnp.asarray(wide_range(7, 64, 96))
     one = quantize(x, FORMATS[name])
-    at = spec(mesh, ("dp", "fsdp", "ep"), "tp")
+    layout = spec(mesh, ("dp", "fsdp", "ep"), "tp")
 
     def forward(x, engine):
-        q = quantize(x, FORMATS[name], x_spec=at, engine=engine)
+        q = quantize(x, FORMATS[name], x_spec=layout, engine=engine)
         return (), (q.data, q.scale)
 
     for way in ("custom_partitioning", "explicit"):
-        _, (data, scale) = program(way, mesh, forward, (x,), (at,))()
+        _, (data, scale) = program(way, mesh, forward, (x,), (layout,))()
         np.testing.assert_array_equal(data, one.data)
         np.testing.assert_array_equal(scale, one.scale)
 
@@ -273,36 +304,48 @@ def test_collectives(way, layout, name):
     """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
     expert."""
     shape, entries, _ = LAYOUTS[layout]
-    at, format = P(*entries), FORMATS[name]
+    placement = P(*entries)
+    format = FORMATS[name]
     block = format.weight_block(3, "fprop")
-    forward = lambda x, engine: ((), quantize(x, format, block=block, x_spec=at, engine=engine).data)  # noqa: E731
-    p = program(way, "2x4", forward, (wide_range(8, *shape),), (at,))
-    found = p.under(lambda x: inspect.collectives(p.fn, x))
+
+    def forward(x, engine):
+        return ((), quantize(x, format, block=block, x_spec=placement, engine=engine).data)
+
+    p = program(way, "2x4", forward, (wide_range(8, *shape),), (placement,))
+    traffic = p.under(lambda x: inspect.collectives(p.fn, x))
     if name == "tensor" and layout != "experts":
-        assert [(c.kind, c.axes) for c in found] == [("all-reduce", ("fsdp",))]
-        assert found[0].size == shape[0] // 4
+        assert [(c.kind, c.axes) for c in traffic] == [("all-reduce", ("fsdp",))]
+        assert traffic[0].size == shape[0] // 4
     else:
-        assert found == []
+        assert traffic == []
     data = p.placed()[1]
-    assert data.sharding.shard_shape(shape) == (shape[0] // (8 if layout == "experts" else 4), shape[1] // (
-        1 if layout == "experts" else 2), shape[2])  # fmt: skip
+    assert data.sharding.shard_shape(shape) == (
+        shape[0] // (8 if layout == "experts" else 4),
+        shape[1] // (1 if layout == "experts" else 2),
+        shape[2],
+    )
 
 
 @pytest.mark.parametrize(
     "way, mesh, size",
-    [("custom_partitioning", "2x4", 200), ("shard_map", "2x4", 200), ("custom_partitioning", "4x2", 256)],
+    [
+        ("custom_partitioning", "2x4", 200),
+        ("shard_map", "2x4", 200),
+        ("custom_partitioning", "4x2", 256),
+    ],
 )
 def test_without_a_spec_blocks_are_not_cut(way, mesh, size):
     """Breaks if shards of an Auto mesh that cut a block are quantized as blocks of their own."""
     x = wide_range(9, 4, size, 96)
-    at = P("ep", "fsdp")
-    format, block = FORMATS["fp8_block"], (1, 128, 128)
+    layout = P("ep", "fsdp")
+    format = FORMATS["fp8_block"]
+    block = (1, 128, 128)
 
     def forward(x, engine):
         q = quantize(x, format, block=block, engine=engine)
         return (), (q, dequantize(q, engine=engine))
 
-    _, (q, back) = program(way, mesh, forward, (x,), (at,))()
+    _, (q, back) = program(way, mesh, forward, (x,), (layout,))()
     check(q, quantize_by_numpy(x, format, block))
     np.testing.assert_array_equal(back, dequantize(quantize(jnp.asarray(x), format, block=block)))
 
@@ -312,7 +355,7 @@ def test_without_a_spec_blocks_are_not_cut(way, mesh, size):
 def test_vmap(way, name):
     """A batch is each of its elements; a tensor's one scale is one an element of the batch."""
     x = wide_range(10, 3, 64, 96)
-    at = P(None, ("fsdp", "ep"))
+    layout = P(None, ("fsdp", "ep"))
 
     def forward(x, engine):
         def one(x):
@@ -321,7 +364,7 @@ def test_vmap(way, name):
 
         return (), jax.vmap(one)(x)
 
-    _, (q, back) = program(way, "2x4", forward, (x,), (at,))()
+    _, (q, back) = program(way, "2x4", forward, (x,), (layout,))()
     for i in range(3):
         one = quantize(jnp.asarray(x[i]), FORMATS[name])
         np.testing.assert_array_equal(q.data[i], one.data)
@@ -342,7 +385,10 @@ def test_block_errors(block):
 def test_quantize_refuses_cut_blocks():
     """Breaks if the type that a user wrote is overruled: on Explicit axes no dim is gathered before it is quantized."""
     mesh = make_mesh("2x4", "explicit")
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"dim 1 of size 200 .* cut its blocks of 128"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"dim 1 of size 200 .* cut its blocks of 128"),
+    ):
         quantize(jax.device_put(wide_range(11, 4, 200), P("ep", "fsdp")), Format(block=128))
 
 
@@ -369,14 +415,19 @@ def test_rounding_is_not_undone():
 
 GROUPS, ALIGN, PADDED, WIDTH = (7, 0, 9, 4), 8, 48, 24
 STARTS = (0, 8, 8, 24)
-BY_EIGHT = {"float32": Format(block=8), "e8m0": Format(block=8, scale="e8m0"), "e5m2": Format(dtype="e5m2", block=8)}
+BY_EIGHT = {
+    "float32": Format(block=8),
+    "e8m0": Format(block=8, scale="e8m0"),
+    "e5m2": Format(dtype="e5m2", block=8),
+}
 
 
 def dirty(seed, sizes=GROUPS, starts=STARTS, rows=PADDED):
     """Rows with NaN in padding, and which of them are real."""
-    x, real = random(seed, rows, WIDTH), np.zeros(rows, bool)
-    for n, first in zip(sizes, starts, strict=True):
-        real[first : first + n] = True
+    x = random(seed, rows, WIDTH)
+    real = np.zeros(rows, bool)
+    for n, start in zip(sizes, starts, strict=True):
+        real[start : start + n] = True
     return np.where(real[:, None], x, np.nan).astype(np.float32), real
 
 
@@ -386,11 +437,11 @@ def check_groups(q, x, real, format, block, sizes=GROUPS, starts=STARTS):
     scale = np.asarray(q.scale)
     scale = 2.0 ** (scale.astype(np.float64) - 127) if scale.dtype == np.uint8 else scale
     np.testing.assert_array_equal(data[~real], 0.0)
-    for n, first in zip(sizes, starts, strict=True):
+    for n, start in zip(sizes, starts, strict=True):
         if n:
-            values, want = quantize_by_numpy(x[first : first + n], format, block)
-            np.testing.assert_array_equal(data[first : first + n], values)
-            begin = first // block[0]
+            values, want = quantize_by_numpy(x[start : start + n], format, block)
+            np.testing.assert_array_equal(data[start : start + n], values)
+            begin = start // block[0]
             np.testing.assert_array_equal(scale[begin : begin + len(want)], want)
 
 
@@ -399,7 +450,9 @@ def check_groups(q, x, real, format, block, sizes=GROUPS, starts=STARTS):
 def test_each_group_is_quantized_by_itself(block, name):
     """Breaks if a block has rows of two groups, padding enters a scale, or rows past the last group are read."""
     x, real = dirty(0)
-    quantize_groups = jax.jit(lambda x, s: quantize(x, BY_EIGHT[name], block=block, group_sizes=s, align=ALIGN))
+    quantize_groups = jax.jit(
+        lambda x, s: quantize(x, BY_EIGHT[name], block=block, group_sizes=s, align=ALIGN),
+    )
     q = quantize_groups(x, np.asarray(GROUPS))
     check_groups(q, x, real, BY_EIGHT[name], block)
     assert np.isfinite(dequantize(q)).all()
@@ -408,7 +461,13 @@ def test_each_group_is_quantized_by_itself(block, name):
 def test_one_scale_of_groups():
     """Breaks if padding enters the one scale of all rows."""
     x, real = dirty(1)
-    q = quantize(jnp.asarray(x), Format(block=None), block=(None, None), group_sizes=jnp.asarray(GROUPS), align=ALIGN)
+    q = quantize(
+        jnp.asarray(x),
+        Format(block=None),
+        block=(None, None),
+        group_sizes=jnp.asarray(GROUPS),
+        align=ALIGN,
+    )
     want = quantize_by_numpy(np.where(real[:, None], x, 0), Format(block=None), (None, None))
     np.testing.assert_array_equal(q.scale, want[1])
 
@@ -416,7 +475,8 @@ def test_one_scale_of_groups():
 def test_is_what_a_product_multiplies():
     """Breaks if rows quantized here and multiplied differ from a product that quantizes: the same dw."""
     x, _ = dirty(2)
-    sizes, format = jnp.asarray(GROUPS), Format(block=8)
+    sizes = jnp.asarray(GROUPS)
+    format = Format(block=8)
     q = dequantize(quantize(jnp.asarray(x), format, block=(8, 1), group_sizes=sizes))
     dy = jnp.asarray(random(3, PADDED, 6))
     want = grouped_wgrad(jnp.asarray(x), dy, sizes, recipe=Recipe(format, None, None))
@@ -426,27 +486,52 @@ def test_is_what_a_product_multiplies():
 
 @pytest.mark.parametrize(
     "way, block",
-    some([("custom_partitioning", (8, 1)), ("explicit", (1, 8)), ("user", (8, 8)), ("shard_map", (8, 1)),
-          ("explicit", (8, 1)), ("custom_partitioning", (1, 8))], 3),
-)  # fmt: skip
+    some(
+        [
+            ("custom_partitioning", (8, 1)),
+            ("explicit", (1, 8)),
+            ("user", (8, 8)),
+            ("shard_map", (8, 1)),
+            ("explicit", (8, 1)),
+            ("custom_partitioning", (1, 8)),
+        ],
+        3,
+    ),
+)
 def test_groups_on_mesh(way, block):
     """Breaks if a shard reads the groups of another, or its rows are not those that its sizes are of."""
-    mesh, format = "2x4", BY_EIGHT["float32"]
+    mesh = "2x4"
+    format = BY_EIGHT["float32"]
     shards = size(mesh, *TOKENS)
-    rng, xs, reals, sizes, starts = np.random.default_rng(4), [], [], [], []
+    rng = np.random.default_rng(4)
+    xs = []
+    reals = []
+    sizes = []
+    starts = []
     for s in range(shards):
         mine = rng.integers(0, 12, 3)
-        first = np.cumsum([0, *(-(-mine // ALIGN) * ALIGN)])[:-1]
-        x, real = dirty(s, mine, first)
-        xs, reals, sizes, starts = [*xs, x], [*reals, real], [*sizes, mine], [*starts, first]
-    at = spec(mesh, TOKENS)
+        start = np.cumsum([0, *(-(-mine // ALIGN) * ALIGN)])[:-1]
+        x, real = dirty(s, mine, start)
+        xs = [*xs, x]
+        reals = [*reals, real]
+        sizes = [*sizes, mine]
+        starts = [*starts, start]
+    layout = spec(mesh, TOKENS)
 
     def forward(x, s, engine):
-        q = quantize(x, format, block=block, group_sizes=s, align=ALIGN, x_spec=at, engine=engine)
+        q = quantize(
+            x,
+            format,
+            block=block,
+            group_sizes=s,
+            align=ALIGN,
+            x_spec=layout,
+            engine=engine,
+        )
         return (), (q.data, q.scale)
 
     args = np.concatenate(xs), np.concatenate(sizes).astype(np.int32)
-    _, (data, scale) = program(way, mesh, forward, args, (at, at), (), at)()
+    _, (data, scale) = program(way, mesh, forward, args, (layout, layout), (), layout)()
     for s in range(shards):
         parts = (np.split(v, shards)[s] for v in (data, scale))
         q = quantize(jnp.zeros((1, 1)))
@@ -456,10 +541,20 @@ def test_groups_on_mesh(way, block):
 
 def test_group_errors():
     """Breaks if blocks would go over two groups without a word."""
-    x, sizes = jnp.zeros((8, 4)), jnp.asarray([3, 5])
-    with pytest.raises(ValueError, match=r"align=2 must be a multiple of 4, the rows of a block of block=\(4, 1\)"):
+    x = jnp.zeros((8, 4))
+    sizes = jnp.asarray([3, 5])
+    with pytest.raises(
+        ValueError,
+        match=r"align=2 must be a multiple of 4, the rows of a block of block=\(4, 1\)",
+    ):
         quantize(x, block=(4, 1), group_sizes=sizes, align=2)
-    with pytest.raises(ValueError, match="align=4 must be None without group_sizes; pass group_sizes too"):
+    with pytest.raises(
+        ValueError,
+        match="align=4 must be None without group_sizes; pass group_sizes too",
+    ):
         quantize(x, align=4)
-    with pytest.raises(ValueError, match="group_sizes has dtype float32; it must be an array of integers"):
+    with pytest.raises(
+        ValueError,
+        match="group_sizes has dtype float32; it must be an array of integers",
+    ):
         quantize(x, group_sizes=jnp.zeros(2))

@@ -36,7 +36,14 @@ BIAS = (2.0 * random(7, EXPERTS) + np.arange(EXPERTS) / 8).astype(np.float32)
 def oracle(logits, experts, config, cotangents):
     """Weights, aux loss and z loss of the experts in float64, and the gradient of the logits."""
     experts = np.asarray(experts)
-    return route_losses(logits, experts, config), (route_losses_grad(logits, experts, config, *cotangents),)
+    return route_losses(logits, experts, config), (
+        route_losses_grad(
+            logits,
+            experts,
+            config,
+            *cotangents,
+        ),
+    )
 
 
 def losses(logits, config, top_k=TOP_K, **options):
@@ -50,7 +57,10 @@ def check(config: RouterConfig, logits, top_k, bias):
     experts = choose_experts(logits, config, top_k, bias)
     weights, aux, z = route_losses(logits, experts, config)
     np.testing.assert_array_equal(got.experts, experts)
-    np.testing.assert_array_equal(got.tokens_per_expert, np.bincount(experts.reshape(-1), minlength=logits.shape[1]))
+    np.testing.assert_array_equal(
+        got.tokens_per_expert,
+        np.bincount(experts.reshape(-1), minlength=logits.shape[1]),
+    )
     assert got.experts.dtype == got.tokens_per_expert.dtype == jnp.int32
     assert got.weights.dtype == got.aux_loss.dtype == got.z_loss.dtype == jnp.float32
     assert rel_error(got.weights, weights, per=0) < 1e-6
@@ -65,15 +75,32 @@ def test_matches_reference(score, order, groups):
     logits = jnp.asarray(random(0, TOKENS_, EXPERTS))
     for normalize, biased, scale in itertools.product((True, False), (True, False), (1.0, 2.5)):
         losses = dict(aux_loss=0.01, z_loss=1e-3)
-        config = RouterConfig(score, order, normalize, scale=scale, bias=biased, **GROUPS[groups], **losses)
+        config = RouterConfig(
+            score,
+            order,
+            normalize,
+            scale=scale,
+            bias=biased,
+            **GROUPS[groups],
+            **losses,
+        )
         check(config, logits, TOP_K, jnp.asarray(BIAS) if biased else None)
 
 
 @pytest.mark.parametrize(
     "tokens, experts, top_k, score",
-    some([(128, 32, 4, "softmax"), (2048, 128, 8, "sigmoid"), (7168, 32, 8, "softmax"), (128, 32, 4, "sigmoid"),
-          (2048, 128, 8, "softmax"), (7168, 32, 8, "sigmoid")], 2),
-)  # fmt: skip
+    some(
+        [
+            (128, 32, 4, "softmax"),
+            (2048, 128, 8, "sigmoid"),
+            (7168, 32, 8, "softmax"),
+            (128, 32, 4, "sigmoid"),
+            (2048, 128, 8, "softmax"),
+            (7168, 32, 8, "sigmoid"),
+        ],
+        2,
+    ),
+)
 def test_shapes_of_transformer_engine(tokens, experts, top_k, score):
     """The shapes of Transformer Engine's router tests, with the group limit of DeepSeek."""
     logits = jnp.asarray(random(1, tokens, experts))
@@ -87,7 +114,11 @@ def test_gradients(score, order, normalize):
     """Of weights, aux loss and z loss, together and the losses alone, against float64 autodiff, token by token."""
     config = RouterConfig(score, order, normalize, scale=2.5, aux_loss=0.3, z_loss=0.2)
     logits = random(3, TOKENS_, EXPERTS)
-    (weights, aux, z), pull, (experts, _) = jax.vjp(lambda x: losses(x, config), jnp.asarray(logits), has_aux=True)
+    (weights, aux, z), pull, (experts, _) = jax.vjp(
+        lambda x: losses(x, config),
+        jnp.asarray(logits),
+        has_aux=True,
+    )
     for d_weights in (random(4, TOKENS_, TOP_K), np.zeros((TOKENS_, TOP_K), np.float32)):
         cotangents = (jnp.asarray(d_weights), jnp.float32(7.0), jnp.float32(-0.5))
         want, (d_logits,) = oracle(logits, experts, config, cotangents)
@@ -99,7 +130,14 @@ def test_gradients(score, order, normalize):
 
 CONFIGS = {
     "softmax": RouterConfig(aux_loss=0.3, z_loss=0.2),
-    "sigmoid": RouterConfig("sigmoid", scale=2.5, bias=True, aux_loss=0.3, z_loss=0.2, **GROUPS["top2"]),
+    "sigmoid": RouterConfig(
+        "sigmoid",
+        scale=2.5,
+        bias=True,
+        aux_loss=0.3,
+        z_loss=0.2,
+        **GROUPS["top2"],
+    ),
     "late": RouterConfig("softmax", "topk_then_score", aux_loss=0.3, z_loss=0.2),
 }
 COVER = Table(
@@ -123,9 +161,15 @@ def test_on_mesh(way, mesh, router):
     rows = spec(mesh, TOKENS, None)
     cotangents = (random(6, TOKENS_, TOP_K), np.float32(7.0), np.float32(-0.5))
     run = program(
-        way, mesh, lambda x, *bias, engine: losses(x, config, bias=bias[0] if bias else None, engine=engine), args,
-        (rows, P())[: len(args)], (rows, P(), P()), (rows, P()), cotangents=cotangents,
-    )  # fmt: skip
+        way,
+        mesh,
+        lambda x, *bias, engine: losses(x, config, bias=bias[0] if bias else None, engine=engine),
+        args,
+        (rows, P())[: len(args)],
+        (rows, P(), P()),
+        (rows, P()),
+        cotangents=cotangents,
+    )
     (weights, aux, z), (experts, counts), (d_logits,) = run()
     chosen = choose_experts(logits, config, TOP_K, BIAS if config.bias else None)
     np.testing.assert_array_equal(experts, chosen)
@@ -140,17 +184,24 @@ def test_on_mesh(way, mesh, router):
 @pytest.mark.parametrize("at", some([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
 def test_logits_of_another_layout(at):
     """Explicit axes: logits that lie otherwise are moved, and their gradient comes back as they lay."""
-    config, logits, cotangents = (
-        CONFIGS["softmax"],
-        random(20, TOKENS_, EXPERTS),
-        (random(21, TOKENS_, TOP_K), 1.0, 1.0),
-    )
+    config = CONFIGS["softmax"]
+    logits = random(20, TOKENS_, EXPERTS)
+    cotangents = (random(21, TOKENS_, TOP_K), 1.0, 1.0)
     cotangents = tuple(map(np.float32, cotangents))
     fn = lambda x, engine: losses(x, config, engine=engine)  # noqa: E731
-    run = program("explicit", "2x4", fn, (logits,), (at,), (spec("2x4", TOKENS), P(), P()), cotangents=cotangents)
+    run = program(
+        "explicit",
+        "2x4",
+        fn,
+        (logits,),
+        (at,),
+        (spec("2x4", TOKENS), P(), P()),
+        cotangents=cotangents,
+    )
     _, (experts, _), (d_logits,) = run()
     assert rel_error(d_logits, oracle(logits, experts, config, cotangents)[1][0], per=0) < 2e-6
-    assert run.placed()[2][0].sharding.shard_shape(logits.shape) == run.args[0][0].sharding.shard_shape(logits.shape)
+    expected = run.args[0][0].sharding.shard_shape(logits.shape)
+    assert run.placed()[2][0].sharding.shard_shape(logits.shape) == expected
 
 
 @pytest.mark.parametrize("way", ("none", "shard_map"))
@@ -198,7 +249,8 @@ def test_ties_go_to_the_lower_expert(score, order):
     for groups in GROUPS.values():
         config = RouterConfig(score, order, **groups)
         np.testing.assert_array_equal(
-            moax.route(logits, config, TOP_K).experts, reference.route(logits, config, TOP_K).experts
+            moax.route(logits, config, TOP_K).experts,
+            reference.route(logits, config, TOP_K).experts,
         )
 
 
@@ -207,7 +259,8 @@ def test_ties_go_to_the_lower_expert(score, order):
 def test_nan_token_stays_alone(way, score):
     """One token's NaN reaches its own weights and logit gradients; every other token's are what they were, bit by
     bit."""
-    config, rows = RouterConfig(score), spec("2x4", TOKENS, None)
+    config = RouterConfig(score)
+    rows = spec("2x4", TOKENS, None)
     clean = random(9, TOKENS_, EXPERTS)
     bad = clean.copy()
     bad[5] = np.nan
@@ -215,12 +268,19 @@ def test_nan_token_stays_alone(way, score):
     def run(logits):
         cotangents = (random(10, TOKENS_, TOP_K), np.float32(0), np.float32(0))
         out = program(
-            way, "2x4", lambda x, engine: losses(x, config, engine=engine), (logits,), (rows,), (rows, P(), P()),
-            (rows, P()), cotangents=cotangents,
-        )()  # fmt: skip
+            way,
+            "2x4",
+            lambda x, engine: losses(x, config, engine=engine),
+            (logits,),
+            (rows,),
+            (rows, P(), P()),
+            (rows, P()),
+            cotangents=cotangents,
+        )()
         return out[0][0], out[1][0], out[2][0]
 
-    (w0, e0, g0), (w1, e1, g1) = run(clean), run(bad)
+    w0, e0, g0 = run(clean)
+    w1, e1, g1 = run(bad)
     others = np.arange(TOKENS_) != 5
     for before, after in ((w0, w1), (e0, e1), (g0, g1)):
         np.testing.assert_array_equal(before[others], after[others])
@@ -262,11 +322,12 @@ def test_one_expert_is_not_divided_by_itself():
 def test_the_only_weight_has_no_gradient():
     """Breaks if a weight that is the scale whatever the logits are gives the router rounding errors for a gradient, of
     which Adam makes full steps."""
-    logits, d = jnp.asarray(random(13, TOKENS_, EXPERTS)), jnp.asarray(random(14, TOKENS_, 1))
+    logits = jnp.asarray(random(13, TOKENS_, EXPERTS))
+    d = jnp.asarray(random(14, TOKENS_, 1))
     for score, experts in (("softmax", 1), ("sigmoid", EXPERTS)):
         config = RouterConfig(score=score, order="topk_then_score", scale=2.5)
-        found = jax.grad(lambda v, config=config: jnp.vdot(d, moax.route(v, config, 1).weights))(logits[:, :experts])
-        assert np.any(found) == (score == "sigmoid")
+        results = jax.grad(lambda v, config=config: jnp.vdot(d, moax.route(v, config, 1).weights))(logits[:, :experts])
+        assert np.any(results) == (score == "sigmoid")
 
 
 def test_every_expert():
@@ -279,7 +340,8 @@ def test_every_expert():
 def test_bfloat16_logits():
     """Computed in float32: those of the widened logits exactly; the gradient comes back in bfloat16."""
     logits = jnp.asarray(random(15, TOKENS_, EXPERTS)).astype(jnp.bfloat16)
-    narrow, wide = (moax.route(v, RouterConfig(), TOP_K) for v in (logits, logits.astype(jnp.float32)))
+    narrow = moax.route(logits, RouterConfig(), TOP_K)
+    wide = moax.route(logits.astype(jnp.float32), RouterConfig(), TOP_K)
     np.testing.assert_array_equal(narrow.weights, wide.weights)
     assert jax.grad(lambda x: moax.route(x, RouterConfig(), TOP_K).weights[0, 0])(logits).dtype == jnp.bfloat16
 
@@ -294,9 +356,11 @@ def test_vmap(way):
         r = jax.vmap(lambda x: moax.route(x, config, TOP_K, engine=engine))(x)
         return r.weights, (r.experts, r.aux_loss, r.tokens_per_expert)
 
-    at = P(None, ("fsdp", "ep"), None)
+    layout = P(None, ("fsdp", "ep"), None)
     cotangents = random(17, 3, TOKENS_, TOP_K)
-    weights, (experts, aux, counts), (d,) = program(way, "2x4", fn, (batch,), (at,), at, cotangents=cotangents)()
+    weights, (experts, aux, counts), (d,) = program(
+        way, "2x4", fn, (batch,), (layout,), layout, cotangents=cotangents
+    )()
     for i, logits in enumerate(batch):
         want, pull = jax.vjp(lambda x: moax.route(x, config, TOP_K).weights, jnp.asarray(logits))
         one = moax.route(jnp.asarray(logits), config, TOP_K)
@@ -312,13 +376,18 @@ def test_logits_stay_on_their_shard(way):
     """Forward and backward move sums over tokens, [E] vectors, and nothing of a token."""
     rows = spec("2x4", TOKENS, None)
     run = program(
-        way, "2x4", lambda x, engine: losses(x, CONFIGS["softmax"], engine=engine), (random(18, TOKENS_, EXPERTS),),
-        (rows,), (rows, P(), P()), (rows, P()),
+        way,
+        "2x4",
+        lambda x, engine: losses(x, CONFIGS["softmax"], engine=engine),
+        (random(18, TOKENS_, EXPERTS),),
+        (rows,),
+        (rows, P(), P()),
+        (rows, P()),
         cotangents=(random(19, TOKENS_, TOP_K), np.float32(1), np.float32(1)),
-    )  # fmt: skip
-    found = run.under(lambda *args: collectives(run.fn, *args))
-    assert found and {c.kind for c in found} == {"all-reduce"}
-    assert max(c.size for c in found) <= EXPERTS
+    )
+    traffic = run.under(lambda *args: collectives(run.fn, *args))
+    assert traffic and {c.kind for c in traffic} == {"all-reduce"}
+    assert max(c.size for c in traffic) <= EXPERTS
     weights = run.placed()[0][0]
     assert weights.sharding.shard_shape(weights.shape) == (TOKENS_ // 8, TOP_K)
 
@@ -328,7 +397,13 @@ def test_logits_stay_on_their_shard(way):
     [
         ((8, 4), {}, 5, None, "top_k=5 must be at most num_experts=4"),
         ((8, 6), dict(num_groups=4), 2, None, "num_groups=4 must divide num_experts=6"),
-        ((8, 8), dict(num_groups=4), 3, None, "top_k=3 must be at most the 2 experts of top_groups=1"),
+        (
+            (8, 8),
+            dict(num_groups=4),
+            3,
+            None,
+            "top_k=3 must be at most the 2 experts of top_groups=1",
+        ),
         (
             (8, 8),
             dict(num_groups=4, top_groups=2, group_score="sum_topk"),
@@ -339,7 +414,13 @@ def test_logits_stay_on_their_shard(way):
         ((8, 4), {}, 0, None, "top_k=0 must be an int of at least 1"),
         ((8, 4), dict(bias=True), 2, None, "bias is None, but RouterConfig.bias=True"),
         ((8, 4), {}, 2, (4,), "bias is given, but RouterConfig.bias=False"),
-        ((8, 4), dict(bias=True), 2, (5,), r"logits, bias have shapes \(8, 4\), \(5,\); they must be \[T, E\], \[E\]"),
+        (
+            (8, 4),
+            dict(bias=True),
+            2,
+            (5,),
+            r"logits, bias have shapes \(8, 4\), \(5,\); they must be \[T, E\], \[E\]",
+        ),
         ((8,), {}, 2, None, r"logits has shape \(8,\); it must be \[T, E\]"),
         ((2, 8, 4), {}, 2, None, r"logits has shape \(2, 8, 4\)"),
     ],
@@ -347,25 +428,49 @@ def test_logits_stay_on_their_shard(way):
 def test_errors(shape, options, top_k, bias, message):
     """What cannot work is refused by name before anything is compiled."""
     with pytest.raises(ValueError, match=message):
-        moax.route(jnp.zeros(shape), RouterConfig(**options), top_k, None if bias is None else jnp.zeros(bias))
+        moax.route(
+            jnp.zeros(shape),
+            RouterConfig(**options),
+            top_k,
+            None if bias is None else jnp.zeros(bias),
+        )
 
 
 @pytest.mark.parametrize("way", ("shard_map", "explicit"))
 def test_tokens_that_do_not_divide(way):
     """12 tokens on 8 devices: the error names the dim and the mesh axes."""
     run = program(
-        way, "2x4", lambda x, engine: losses(x, RouterConfig(), 2, engine=engine), (np.zeros((12, 8)),), (P(),)
+        way,
+        "2x4",
+        lambda x, engine: losses(x, RouterConfig(), 2, engine=engine),
+        (np.zeros((12, 8)),),
+        (P(),),
     )
-    with pytest.raises(ValueError, match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\)",
+    ):
         run()
 
 
 def test_engines_are_checked():
     """An unknown engine is a ValueError; one that the mesh cannot run is Unsupported, and says what to use."""
     config = RouterConfig()
-    with pytest.raises(ValueError, match="engine='gspmd' must be one of 'auto', 'custom_partitioning', 'shard_map'"):
+    with pytest.raises(
+        ValueError,
+        match="engine='gspmd' must be one of 'auto', 'custom_partitioning', 'shard_map'",
+    ):
         moax.route(jnp.zeros((8, 8)), config, 2, engine="gspmd")
-    run = program("explicit", "2x4", lambda x, engine: losses(x, config, 2), (np.zeros((8, 8)),), (P(("fsdp", "ep")),))
-    forced = dataclasses.replace(run, fn=lambda x: losses(x, config, 2, engine="custom_partitioning"))
+    run = program(
+        "explicit",
+        "2x4",
+        lambda x, engine: losses(x, config, 2),
+        (np.zeros((8, 8)),),
+        (P(("fsdp", "ep")),),
+    )
+    forced = dataclasses.replace(
+        run,
+        fn=lambda x: losses(x, config, 2, engine="custom_partitioning"),
+    )
     with pytest.raises(moax.Unsupported, match="axes are Explicit; use 'auto' or 'shard_map'"):
         forced()

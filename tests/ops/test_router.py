@@ -34,14 +34,19 @@ def check(got, x, w, d):
     logits, dx, dw = got
     assert logits.dtype == np.float32 and dw.dtype == w.dtype and dx.dtype == x.dtype
     bound_x = 2e-6 if x.dtype == np.float32 else 2.0**-8
-    bound_w = 1e-6 if w.dtype == np.float32 else 2.0**-7  # a user's `shard_map` sums what each device has rounded
+    # A user's `shard_map` sums what each device has rounded.
+    bound_w = 1e-6 if w.dtype == np.float32 else 2.0**-7
     x, w, d = (np.float64(v) for v in (x, w, d))
     assert rel_error(logits, x @ w) < 1e-6
     assert rel_error(dx, d @ w.T) < bound_x
     assert rel_error(dw, x.T @ d) < bound_w
 
 
-DTYPES = {"bfloat16": (jnp.bfloat16, jnp.float32), "float32": (jnp.float32,) * 2, "weight": (jnp.bfloat16,) * 2}
+DTYPES = {
+    "bfloat16": (jnp.bfloat16, jnp.float32),
+    "float32": (jnp.float32,) * 2,
+    "weight": (jnp.bfloat16,) * 2,
+}
 CASES = [(mesh, name) for name in DTYPES for mesh in ("2x4", "dp2x2x2", "tp2x2x2") if name != "weight" or mesh == "2x4"]
 
 
@@ -92,8 +97,13 @@ def tokens(*counts):
 MANY = 2**27 + 1
 BY_HAND = {
     "below, above and at the mean": ((1, 9, 5, 5), 0.25, (1, -1, 0, 0)),
-    "a mean that is no integer": ((3, 3, 4), 1.0, (1, 1, -1)),  # rounded to 3 it would leave the first two alone
-    "counts that float32 cannot tell apart": ((MANY - 1, MANY + 1, *[MANY] * 6), 1.0, (1, -1, *[0] * 6)),
+    # Rounded to 3 it would leave the first two alone.
+    "a mean that is no integer": ((3, 3, 4), 1.0, (1, 1, -1)),
+    "counts that float32 cannot tell apart": (
+        (MANY - 1, MANY + 1, *[MANY] * 6),
+        1.0,
+        (1, -1, *[0] * 6),
+    ),
     "everything on one expert": ((0, 0, 4096, 0), None, (1, 1, -1, 1)),
 }
 
@@ -103,7 +113,10 @@ def test_by_hand(name):
     """Breaks if too few tokens do not raise a bias by the rate, or too many do not lower it, however many they are."""
     counts, rate, signs = BY_HAND[name]
     bias = moax.update_router_bias(jnp.full(len(counts), 0.5), tokens(*counts), rate)
-    np.testing.assert_array_equal(bias, np.float32(0.5) + np.float32(rate or 1e-3) * np.float32(signs))
+    np.testing.assert_array_equal(
+        bias,
+        np.float32(0.5) + np.float32(rate or 1e-3) * np.float32(signs),
+    )
 
 
 def test_stacked_layers():
@@ -121,7 +134,10 @@ def test_sign_of_exact_mean(counts):
     """Against exact fractions, for any counts."""
     mean = Fraction(sum(counts), len(counts))
     want = [(mean > n) - (mean < n) for n in counts]
-    np.testing.assert_array_equal(moax.update_router_bias(jnp.zeros(6), tokens(*counts), rate=1.0), want)
+    np.testing.assert_array_equal(
+        moax.update_router_bias(jnp.zeros(6), tokens(*counts), rate=1.0),
+        want,
+    )
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
@@ -149,7 +165,12 @@ def test_quantiles_leave_biases_that_are_not_finite(off):
 
     def update(logits, bias):
         r = moax.route(logits, QUANTILE, 2, bias)
-        return moax.update_router_bias(bias, r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+        return moax.update_router_bias(
+            bias,
+            r.tokens_per_expert,
+            rule="quantile",
+            histogram=r.histogram,
+        )
 
     got = np.asarray(update(SKEWED, bias))
     np.testing.assert_array_equal(got[off], -np.inf)
@@ -167,8 +188,9 @@ def test_eight_devices_agree_with_one(way):
         counts = moax.route(logits, config, 2, bias, engine=engine).tokens_per_expert
         return (), moax.update_router_bias(bias, counts, rate=0.5)
 
-    at = (spec("2x4", TOKENS, None), P())
-    (_, want), (_, got) = (program(w, "2x4", step, (logits, bias), at, (), P())() for w in ("none", way))
+    layout = (spec("2x4", TOKENS, None), P())
+    _, want = program("none", "2x4", step, (logits, bias), layout, (), P())()
+    _, got = program(way, "2x4", step, (logits, bias), layout, (), P())()
     np.testing.assert_array_equal(got, want)
     assert (got != bias).any()
 
@@ -183,10 +205,10 @@ def test_balances_a_skewed_router():
         counts = moax.route(logits, config, 2, bias).tokens_per_expert
         return moax.update_router_bias(bias, counts, rate=0.01), counts
 
-    bias, first = step(jnp.zeros(8))
+    bias, counts_before = step(jnp.zeros(8))
     for _ in range(100):
         bias, last = step(bias)
-    assert int(first.max()) > 3 * 64
+    assert int(counts_before.max()) > 3 * 64
     assert int(last.max()) < 1.2 * 64
 
 
@@ -195,11 +217,20 @@ def test_errors():
     with pytest.raises(ValueError, match="rule='mean' must be one of 'sign', 'quantile'"):
         moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3, 4), rule="mean")
     with pytest.raises(
-        ValueError, match=r"bias, tokens_per_expert have shapes \(4,\), \(3,\); they must be \[..., E\]"
+        ValueError,
+        match=r"bias, tokens_per_expert have shapes \(4,\), \(3,\); they must be \[..., E\]",
     ):
         moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3))
-    with pytest.raises(ValueError, match=r"histogram has shape \(4, 10\); it must be \[..., E, bins=1000\]"):
-        moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3, 4), rule="quantile", histogram=jnp.zeros((4, 10), int))
+    with pytest.raises(
+        ValueError,
+        match=r"histogram has shape \(4, 10\); it must be \[..., E, bins=1000\]",
+    ):
+        moax.update_router_bias(
+            jnp.zeros(4),
+            tokens(1, 2, 3, 4),
+            rule="quantile",
+            histogram=jnp.zeros((4, 10), int),
+        )
     for changes in (dict(bias=False), dict(num_groups=2, top_groups=1)):
         with pytest.raises(ValueError, match="histogram=True needs bias=True and num_groups=1"):
             RouterConfig(**{"bias": True, "histogram": True} | changes)
@@ -216,8 +247,8 @@ def quantiles(logits, bias, config, top_k, real=slice(None)):
     scores = {"sigmoid": lambda: 1 / (1 + np.exp(-wide)), "softmax": lambda: softmax(wide)}[config.score]()
     cutoff = np.sort(scores + bias, axis=1)[:, -top_k - 1]
     needed = np.sort(cutoff[:, None] - scores, axis=0)
-    found = needed[-(-len(wide) * top_k // wide.shape[1]) - 1]
-    return found - found.mean(), (np.ptp(bias) + 2) / 1000
+    quantile = needed[-(-len(wide) * top_k // wide.shape[1]) - 1]
+    return quantile - quantile.mean(), (np.ptp(bias) + 2) / 1000
 
 
 @pytest.mark.parametrize("masked", (False, True))
@@ -225,20 +256,44 @@ def quantiles(logits, bias, config, top_k, real=slice(None)):
 def test_quantiles_of_a_sort(score, top_k, masked):
     """Breaks if a bias is another than the quantile that a sort gives, or padding is counted: to the width of a bin."""
     config = dataclasses.replace(QUANTILE, score=score)
-    bias, real = random(6, 8) / 4, random(7, 512) > -0.3
+    bias = random(6, 8) / 4
+    real = random(7, 512) > -0.3
     logits = np.where(real[:, None], SKEWED, np.nan) if masked else SKEWED
-    r = moax.route(jnp.asarray(logits), config, top_k, jnp.asarray(bias), mask=jnp.asarray(real) if masked else None)
+    r = moax.route(
+        jnp.asarray(logits),
+        config,
+        top_k,
+        jnp.asarray(bias),
+        mask=jnp.asarray(real) if masked else None,
+    )
     np.testing.assert_array_equal(r.histogram.sum(1), real.sum() if masked else 512)
-    got = moax.update_router_bias(jnp.asarray(bias), r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+    got = moax.update_router_bias(
+        jnp.asarray(bias),
+        r.tokens_per_expert,
+        rule="quantile",
+        histogram=r.histogram,
+    )
     want, width = quantiles(logits, bias, config, top_k, real if masked else slice(None))
-    np.testing.assert_allclose(got, want, atol=2 * width)  # a bin of the quantile, and one of the mean
-    half = moax.update_router_bias(jnp.asarray(bias), r.tokens_per_expert, 0.5, "quantile", histogram=r.histogram)
+    # The two widths are a bin of the quantile, and one of the mean.
+    np.testing.assert_allclose(got, want, atol=2 * width)
+    half = moax.update_router_bias(
+        jnp.asarray(bias),
+        r.tokens_per_expert,
+        0.5,
+        "quantile",
+        histogram=r.histogram,
+    )
     np.testing.assert_allclose(half, (bias + got) / 2, atol=1e-6)
 
 
-@pytest.mark.parametrize(("score", "order", "updates"), [
-    ("sigmoid", "score_then_topk", 4), ("softmax", "score_then_topk", 4), ("softmax", "topk_then_score", 12)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("score", "order", "updates"),
+    [
+        ("sigmoid", "score_then_topk", 4),
+        ("softmax", "score_then_topk", 4),
+        ("softmax", "topk_then_score", 12),
+    ],
+)
 def test_quantiles_balance_a_skewed_router(score, order, updates):
     """Breaks if a few updates, each on new tokens, leave experts overloaded; logits of +-4 need more of them than
     scores in [0, 1], because the end bins hold what exceeds the range."""
@@ -248,18 +303,27 @@ def test_quantiles_balance_a_skewed_router(score, order, updates):
     def step(bias, key):
         logits = jax.random.normal(key, (4096, 8)) + jnp.asarray(SKEW)
         r = moax.route(logits, config, 2, bias)
-        new = moax.update_router_bias(bias, r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+        new = moax.update_router_bias(
+            bias,
+            r.tokens_per_expert,
+            rule="quantile",
+            histogram=r.histogram,
+        )
         return new, moax.load_metrics(r.tokens_per_expert).max_violation
 
-    bias, found = jnp.zeros(8), []
+    bias = jnp.zeros(8)
+    results = []
     for i in range(updates + 1):
         bias, violation = step(bias, jax.random.key(i))
-        found.append(float(violation))
-    assert found[0] > 2.0 and found[-1] < 0.1, found
+        results.append(float(violation))
+    assert results[0] > 2.0 and results[-1] < 0.1, results
     assert abs(float(bias.mean())) < 1e-5
 
 
-@pytest.mark.parametrize(("way", "mesh"), [(WAYS[0], "tp2x2x2"), (WAYS[2], "2x4"), ("user_vma", "tp2x2x2")])
+@pytest.mark.parametrize(
+    ("way", "mesh"),
+    [(WAYS[0], "tp2x2x2"), (WAYS[2], "2x4"), ("user_vma", "tp2x2x2")],
+)
 def test_histogram_of_the_whole_batch(way, mesh):
     """Breaks if the histogram is that of a shard, tp counts a token twice, or microbatches do not add up."""
     bias = random(3, 8) / 8
@@ -268,8 +332,9 @@ def test_histogram_of_the_whole_batch(way, mesh):
         r = moax.route(logits, QUANTILE, 2, bias, engine=engine)
         return (), (r.histogram, r.tokens_per_expert)
 
-    at = (spec(mesh, TOKENS, None), P())
-    (_, want), (_, got) = (program(w, mesh, step, (SKEWED, bias), at, (), P())() for w in ("none", way))
+    layout = (spec(mesh, TOKENS, None), P())
+    _, want = program("none", mesh, step, (SKEWED, bias), layout, (), P())()
+    _, got = program(way, mesh, step, (SKEWED, bias), layout, (), P())()
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
     parts = [moax.route(part, QUANTILE, 2, bias).histogram for part in jnp.split(SKEWED, 4)]
@@ -280,13 +345,24 @@ def test_quantiles_of_stacked_layers_and_no_tokens():
     """Breaks if layers share a range or a mean, or if a step without tokens moves the bias."""
     bias = jnp.asarray(random(8, 3, 8) / 4)
     runs = [moax.route(SKEWED[i::3], QUANTILE, 2, b) for i, b in enumerate(bias)]
-    counts, histograms = (jnp.stack([getattr(r, n) for r in runs]) for n in ("tokens_per_expert", "histogram"))
+    counts = jnp.stack([r.tokens_per_expert for r in runs])
+    histograms = jnp.stack([r.histogram for r in runs])
     got = moax.update_router_bias(bias, counts, rule="quantile", histogram=histograms)
     for layer in range(3):
-        one = moax.update_router_bias(bias[layer], counts[layer], rule="quantile", histogram=histograms[layer])
+        one = moax.update_router_bias(
+            bias[layer],
+            counts[layer],
+            rule="quantile",
+            histogram=histograms[layer],
+        )
         np.testing.assert_allclose(got[layer], one, atol=1e-6)
     none = moax.route(jnp.zeros((0, 8)), QUANTILE, 2, bias[0])
-    same = moax.update_router_bias(bias[0], none.tokens_per_expert, rule="quantile", histogram=none.histogram)
+    same = moax.update_router_bias(
+        bias[0],
+        none.tokens_per_expert,
+        rule="quantile",
+        histogram=none.histogram,
+    )
     np.testing.assert_array_equal(same, bias[0])
 
 
@@ -310,7 +386,11 @@ def test_load_metrics():
     got = moax.load_metrics(jnp.asarray([[4, 4, 4, 4], [10, 2, 4, 0], [0, 0, 0, 0]], jnp.int32))
     share = np.array([10, 2, 4]) / 16
     np.testing.assert_allclose(got.max_violation, [0.0, 1.5, 0.0], atol=1e-6)
-    np.testing.assert_allclose(got.entropy, [np.log(4), -(share * np.log(share)).sum(), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        got.entropy,
+        [np.log(4), -(share * np.log(share)).sum(), 0.0],
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("kind", ("nnx", "linen"))
@@ -322,7 +402,8 @@ def test_layers_take_the_rule(kind):
     import moax.linen
     import moax.nnx
 
-    config, x = moax.MoEConfig(16, 8, 8, 2, router=QUANTILE), jnp.asarray(random(9, 4, 8, 16))
+    config = moax.MoEConfig(16, 8, 8, 2, router=QUANTILE)
+    x = jnp.asarray(random(9, 4, 8, 16))
     if kind == "nnx":
         layer = moax.nnx.MoE(config, rngs=nnx.Rngs(0))
         stats = layer(x)[1]
@@ -332,8 +413,11 @@ def test_layers_take_the_rule(kind):
         block = moax.linen.MoEBlock(config)
         variables = block.init(jax.random.key(0), x)
         stats = block.apply(variables, x)[1]
-        how = dict(rule="quantile", method="update_router_bias", mutable="moax_state")
-        got = block.apply(variables, stats, **how)[1]["moax_state"]["router_bias"]
-    of = jnp.zeros(8), stats.tokens_per_expert
-    np.testing.assert_array_equal(got, moax.update_router_bias(*of, rule="quantile", histogram=stats.histogram))
+        settings = dict(rule="quantile", method="update_router_bias", mutable="moax_state")
+        got = block.apply(variables, stats, **settings)[1]["moax_state"]["router_bias"]
+    operands = jnp.zeros(8), stats.tokens_per_expert
+    np.testing.assert_array_equal(
+        got,
+        moax.update_router_bias(*operands, rule="quantile", histogram=stats.histogram),
+    )
     assert got.any()

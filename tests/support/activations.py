@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 
 def swiglu_oai(gate, up):
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
 
 
@@ -19,7 +20,14 @@ ACTS = {
     "gelu": jax.nn.gelu,
     "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }
-GATED = {"swiglu": True, "geglu": True, "swiglu_oai": True, "silu": False, "gelu": False, "relu2": False}
+GATED = {
+    "swiglu": True,
+    "geglu": True,
+    "swiglu_oai": True,
+    "silu": False,
+    "gelu": False,
+    "relu2": False,
+}
 
 
 def grouped(h, name):

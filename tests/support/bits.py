@@ -11,7 +11,7 @@ import numpy as np
 
 
 def bits(tree: Any) -> list[tuple[str, bytes]]:
-    """The path and the bits of every shard of every array of a tree."""
+    """Returns the path and the bits of every shard of every array of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         (f"{jax.tree_util.keystr(path)} on {shard.device}", np.asarray(shard.data).tobytes())
@@ -20,13 +20,19 @@ def bits(tree: Any) -> list[tuple[str, bytes]]:
     ]
 
 
-def differing(run: Callable[[], Any], runs: int, between: Callable[[], Any] = lambda: None) -> list[str]:
-    """The arrays of a program's result whose bits are not those of its first run, in any of so many further runs.
+def differing(
+    run: Callable[[], Any],
+    runs: int,
+    between: Callable[[], Any] = lambda: None,
+) -> list[str]:
+    """Returns the arrays of a program's result whose bits are not those of its first run, in any of so many further
+    runs.
 
     `between` is called before each of them: what it leaves in memory must not reach a result.
     """
-    first, found = bits(run()), set()
+    baseline = bits(run())
+    seen = set()
     for _ in range(runs):
         between()
-        found |= {name for (name, want), (_, got) in zip(first, bits(run()), strict=True) if got != want}
-    return sorted(found)
+        seen |= {name for (name, want), (_, got) in zip(baseline, bits(run()), strict=True) if got != want}
+    return sorted(seen)

@@ -20,13 +20,22 @@ from support.programs import Program, program
 # float32: sums in another order; on a mesh, over devices too. Quantized: against products of rounded operands, where a
 # value between two values of the format may be rounded to the other one.
 ONE_DEVICE, MESH, QUANTIZED = 2e-6, 5e-6, 3e-3
-BASE = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3))
+BASE = moax.MoEConfig(
+    32,
+    48,
+    8,
+    2,
+    use_bias=True,
+    shared_d_ff=16,
+    router=moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3),
+)
 B, L = 16, 6
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 
 
 def make_x(config: moax.MoEConfig, *leading: int, rows_differ: bool = False) -> jax.Array:
-    """Tokens [B, L, H]. rows_differ: of sizes from 2^-4 to 2^3, so that a scale of another row or block shows."""
+    """Returns tokens [B, L, H]. With rows_differ their sizes are from 2^-4 to 2^3, so that a scale of another row
+    shows."""
     x = random(7, *(leading or (B, L)), config.d_model)
     if rows_differ:
         x = x * np.exp2(np.arange(x[..., 0].size) % 8 - 4.0).reshape(*x.shape[:-1], 1).astype(np.float32)
@@ -34,17 +43,17 @@ def make_x(config: moax.MoEConfig, *leading: int, rows_differ: bool = False) -> 
 
 
 def cotangent(shape: tuple[int, ...]) -> np.ndarray:
-    """The cotangent of y: another weight for each of its elements."""
+    """Returns the cotangent of y: another weight for each of its elements."""
     return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
 
 def loss_of(y, stats):
-    """A loss that gives every output its own weight, and the losses of the router theirs."""
+    """Returns a loss that gives every output its own weight, and the losses of the router theirs."""
     return jnp.vdot(y.astype(jnp.float32), jnp.asarray(cotangent(y.shape))), stats.aux_loss + stats.z_loss
 
 
 def layout_of(mesh: str) -> Layout:
-    """What of the mesh of this name reaches the numbers of a quantized block; "" is one device."""
+    """Returns what of the mesh of this name reaches the numbers of a quantized block; "" is one device."""
     if not mesh:
         return Layout()
     return Layout(groups=size(mesh, "dp", "fsdp"), shards=size(mesh, *TOKENS), tp=size(mesh, "tp"))
@@ -52,10 +61,18 @@ def layout_of(mesh: str) -> Layout:
 
 @functools.cache
 def expected(config: moax.MoEConfig, recipe=None, mesh: str = "") -> Result:
-    """The result and every gradient, for `make_x`, `make_params` and `loss_of`."""
+    """Returns the result and every gradient, for `make_x`, `make_params` and `loss_of`."""
     x = np.asarray(make_x(config, rows_differ=recipe is not None)).reshape(-1, config.d_model)
     layout = layout_of(mesh if recipe is not None else "")
-    return block_by_numpy(x, make_params(config), config, cotangent(x.shape), recipe, layout=layout, d_losses=(1, 1))
+    return block_by_numpy(
+        x,
+        make_params(config),
+        config,
+        cotangent(x.shape),
+        recipe,
+        layout=layout,
+        d_losses=(1, 1),
+    )
 
 
 def block(
@@ -68,9 +85,10 @@ def block(
     recipe=None,
     **options,
 ) -> Program:
-    """The block with every gradient: ((y, stats), (dx, dparams)). way "none" is one device."""
+    """Returns the block with every gradient: ((y, stats), (dx, dparams)). way "none" is one device."""
     axes = moax.Axes(fsdp_dim=fsdp_dim)
-    x, params = make_x(config, rows_differ=recipe is not None), make_params(config)
+    x = make_x(config, rows_differ=recipe is not None)
+    params = make_params(config)
     options |= dict(axes=axes, exchange=exchange, recipe=recipe)
 
     def graded(fn, x, params):
@@ -86,7 +104,8 @@ def block(
 
     if way == "none":
         return program(way, mesh, anywhere, (x, params))
-    on, tokens = make_mesh(mesh), spec(mesh, TOKENS)
+    on = make_mesh(mesh)
+    tokens = spec(mesh, TOKENS)
     weights = moax.param_specs(config, axes, mesh=on)
     if not way.startswith("user"):
         return program(way, mesh, anywhere, (x, params), (tokens, weights))
@@ -94,22 +113,33 @@ def block(
         lambda x, p: moax.moe(x, p, config, **options), mesh=on, in_specs=(tokens, weights),
         out_specs=(tokens, PartitionSpec()), check_vma=way == "user_vma",
     )  # fmt: skip
-    return Program(jax.jit(functools.partial(graded, mapped)), put(on, (tokens, weights), (x, params)), on)
+    return Program(
+        jax.jit(functools.partial(graded, mapped)),
+        put(on, (tokens, weights), (x, params)),
+        on,
+    )
 
 
 def check_outputs(got, want: Result, limit: float) -> None:
-    """y to `limit`, losses to 5e-6, counts exactly."""
+    """Checks y to `limit`, the losses to 5e-6, and the counts exactly."""
     y, stats = got
     error = rel_norm(np.asarray(y).reshape(want.y.shape), want.y)
     assert error <= limit, f"y: {error:.2e} > {limit:.0e}"
     for name in ("aux_loss", "z_loss"):
-        np.testing.assert_allclose(getattr(stats, name), want.stats[name], rtol=5e-6, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(stats, name),
+            want.stats[name],
+            rtol=5e-6,
+            atol=1e-12,
+            err_msg=name,
+        )
     np.testing.assert_array_equal(stats.tokens_per_expert, want.stats["tokens_per_expert"])
     assert int(stats.dropped) == want.stats["dropped"], f"dropped {int(stats.dropped)}, not {want.stats['dropped']}"
 
 
 def check_gradients(dx, dparams: moax.MoEParams, want: Result, limit: float) -> None:
-    """Every gradient to `limit`, those of experts expert by expert; each in the dtype of its parameter."""
+    """Checks every gradient to `limit`, those of experts expert by expert, and that it has the dtype of its
+    parameter."""
     error = rel_norm(np.asarray(dx).reshape(want.dx.shape), want.dx)
     assert error <= limit, f"dx: {error:.2e} > {limit:.0e}"
     for name, value in want.dparams.items():
@@ -120,7 +150,7 @@ def check_gradients(dx, dparams: moax.MoEParams, want: Result, limit: float) -> 
 
 
 def check(got, want: Result, limit: float) -> None:
-    """What `block` returns: outputs and gradients."""
+    """Checks what `block` returns: outputs and gradients."""
     outputs, (dx, dparams) = got
     check_outputs(outputs, want, limit)
     check_gradients(dx, dparams, want, limit)

@@ -20,17 +20,20 @@ import pytest
 
 
 def some(cases: Iterable, count: int) -> list:
-    """The cases as parameters, those after the first `count` for `make test-more`."""
+    """Returns the cases as parameters, those after the first `count` for `make test-more`."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=() if i < count else pytest.mark.more) for i, case in enumerate(cases)]
 
 
 def spread(short: int | Iterable[tuple], *options: Iterable) -> list:
-    """Every combination as parameters: first those of `short`, or as many that hold most pairs; the others for `make
-    test-more`."""
+    """Returns every combination as parameters: first those of `short`, or as many that hold most pairs; the others
+    for `make test-more`."""
     table = Table("", {str(i): tuple(values) for i, values in enumerate(options)}, [])
-    first = table.more(short, min(2, len(table.options))) if isinstance(short, int) else list(short)
-    return some([*first, *(case for case in table.cases() if case not in first)], len(first))
+    table_rows = table.more(short, min(2, len(table.options))) if isinstance(short, int) else list(short)
+    return some(
+        [*table_rows, *(case for case in table.cases() if case not in table_rows)],
+        len(table_rows),
+    )
 
 
 def _everything(**_) -> bool:
@@ -67,36 +70,40 @@ class Table:
         return itertools.combinations(zip(self.options, row, strict=True), strength)
 
     def wanted(self, strength: int = 2) -> set[tuple]:
-        """Every pair (or triple) of values of different columns that is in some possible case."""
+        """Returns every pair (or triple) of values of different columns that is in some possible case."""
         return {s for row in self.cases() for s in self.sets(row, strength)}
 
     def missing(self, strength: int = 2) -> set[tuple]:
-        """The pairs (or triples) that no row holds."""
+        """Returns the pairs (or triples) that no row holds."""
         return self.wanted(strength) - {s for row in self.rows for s in self.sets(row, strength)}
 
     def complete(self) -> Table:
-        """The table with as many more rows as it takes to hold every pair."""
+        """Returns the table with as many more rows as it takes to hold every pair."""
         return dataclasses.replace(self, rows=[*self.rows, *self.more(sys.maxsize, 2)])
 
     def cases(self) -> Iterator[tuple]:
-        """Every possible case."""
+        """Returns every possible case."""
         for row in itertools.product(*self.options.values()):
             if self.possible(**dict(zip(self.options, row, strict=True))):
                 yield row
 
     def more(self, count: int, strength: int = 3) -> list[tuple]:
-        """At most `count` further rows for the missing triples: at each step the case that holds most of them."""
-        missing, rows, rng = self.missing(strength), [], random.Random(0)
+        """Returns at most `count` further rows for the missing triples: at each step the case that holds most of
+        them."""
+        missing = self.missing(strength)
+        rows = []
+        rng = random.Random(0)
         cases = [(row, set(self.sets(row, strength))) for row in self.cases()]
         while missing and len(rows) < count:
-            some = [case for case in rng.sample(cases, min(len(cases), 200)) if case[1] & missing]
-            row, held = max(some or cases, key=lambda case: len(case[1] & missing))
+            sampled = [case for case in rng.sample(cases, min(len(cases), 200)) if case[1] & missing]
+            row, held = max(sampled or cases, key=lambda case: len(case[1] & missing))
             rows.append(row)
             missing -= held
         return rows
 
     def parameters(self, more: int = 16, strength: int = 3, short: int | None = None) -> list:
-        """The complete rows, those after the first `short` marked `more`, as are the rows that hold most triples."""
+        """Returns the complete rows, those after the first `short` marked `more`, as are the rows that hold most
+        triples."""
         pairs = self.complete()
         rows = [*pairs.rows, *pairs.more(more, strength)]
         late = len(pairs.rows) if short is None else short

@@ -26,83 +26,107 @@ WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
 
 
 def choose(seed, tokens, skew=0.0):
-    """Distinct experts of each token, low ids likelier by skew."""
+    """Returns distinct experts of each token; low ids are likelier by skew."""
     scores = np.random.default_rng(seed).random((tokens, EXPERTS)) - skew * np.arange(EXPERTS)
     return np.argsort(-scores, axis=1)[:, :TOP_K].astype(np.int32)
 
 
 def inputs(mesh, skew=0.0, tokens=LOCAL):
-    """x (integers: any sum is exact), experts, and weights that are all different."""
+    """Returns x (integers: any sum is exact), experts, and weights that are all different."""
     rows = tokens * size(mesh, *TOKENS)
     weights = 1.0 + np.arange(rows * TOP_K, dtype=np.float32).reshape(rows, TOP_K)
     return integers(0, rows, WIDTH), choose(1, rows, skew), weights
 
 
 def run(way, mesh, args, cotangents=None, **options):
-    """`dispatch` on the mesh: ((rows, weights), Received) and, with cotangents of those, gradients of x and weights."""
-    at = spec(mesh, TOKENS)
+    """Runs `dispatch` on the mesh: ((rows, weights), Received) and, with cotangents, gradients of x and weights."""
+    layout = spec(mesh, TOKENS)
 
     def forward(x, experts, weights, engine):
         r = dispatch(x, experts, weights, EXPERTS, engine=engine, **options)
         return (r.rows, r.weights), r
 
-    p = program(way, mesh, forward, args, (at,) * 3, (at, at), at, cotangents=cotangents, wrt=(0, 2))
+    p = program(
+        way,
+        mesh,
+        forward,
+        args,
+        (layout,) * 3,
+        (layout, layout),
+        layout,
+        cotangents=cotangents,
+        wrt=(0, 2),
+    )
     return p()
 
 
 def run_combine(way, mesh, rows, received, cotangents=None):
-    """`combine` on the mesh: y, and with a cotangent of it the gradient of rows."""
-    at = spec(mesh, TOKENS)
+    """Runs `combine` on the mesh: y, and with a cotangent of it the gradient of rows."""
+    layout = spec(mesh, TOKENS)
     p = program(
-        way, mesh, lambda rows, r, engine: (combine(rows, r, engine=engine), ()), (rows, received), (at, at), at,
+        way,
+        mesh,
+        lambda rows, r, engine: (combine(rows, r, engine=engine), ()),
+        (rows, received),
+        (layout, layout),
+        layout,
         cotangents=cotangents,
-    )  # fmt: skip
+    )
     return p()
 
 
 def slots_of(mesh, transport, factor=None, tokens=LOCAL):
-    """Slots for each pair of ranks; None where the transport has none."""
+    """Returns the slots for each pair of ranks; None where the transport has none."""
     has = TRANSPORTS[transport].has_slots
     return allot_slots(tokens, TOP_K, size(mesh, "ep"), EXPERTS, factor, None)[0] if has else None
 
 
 def arrivals(mesh, transport, experts, slots):
-    """NumPy's word on who gets what: for each shard the token of each row it receives, by its number in the whole batch
-    and -1 for a row without a token; and for each source how many assignments find no slot.
+    """Returns NumPy's word on who gets what: for each shard the token of each row it receives, by its number in the
+    whole batch and -1 for a row without a token; and for each source how many assignments find no slot.
 
     all_gather: every token of the ep group. all_to_all: `slots` rows of each source. one_sided: packed, then nothing.
     """
-    ranks, shards = size(mesh, "ep"), size(mesh, *TOKENS)
+    ranks = size(mesh, "ep")
+    shards = size(mesh, *TOKENS)
     local = len(experts) // shards
-    got, lost = [[] for _ in range(shards)], np.zeros(shards, int)
+    got = [[] for _ in range(shards)]
+    lost = np.zeros(shards, int)
     for source, rank in itertools.product(range(shards), range(ranks)):
         here = experts[source * local :][:local] // (EXPERTS // ranks) == rank
         wanting = np.flatnonzero(here.any(1))
-        kept = np.arange(local) if slots is None else wanting[:slots]
-        lost[source] += here[np.setdiff1d(wanting, kept)].sum()
-        empty = 0 if slots is None or transport == "one_sided" else slots - len(kept)
-        got[source // ranks * ranks + rank] += [*(source * local + kept), *[-1] * empty]
+        travelling = np.arange(local) if slots is None else wanting[:slots]
+        lost[source] += here[np.setdiff1d(wanting, travelling)].sum()
+        empty = 0 if slots is None or transport == "one_sided" else slots - len(travelling)
+        got[source // ranks * ranks + rank] += [*(source * local + travelling), *[-1] * empty]
     rows = ranks * (local if slots is None else slots)
     return np.array([[*tokens, *[-1] * (rows - len(tokens))] for tokens in got]).reshape(-1), lost
 
 
 def expected(mesh, token, experts, weights):
-    """(local ids, weights) of rows that hold these tokens, shard by shard."""
-    ranks, shards = size(mesh, "ep"), size(mesh, *TOKENS)
+    """Returns (local ids, weights) of rows that hold these tokens, shard by shard."""
+    ranks = size(mesh, "ep")
+    shards = size(mesh, *TOKENS)
     per_rank = EXPERTS // ranks
     rank = (np.arange(shards) % ranks).repeat(len(token) // shards)[:, None]
     mine = (experts[token] // per_rank == rank) & (token >= 0)[:, None]
-    return np.where(mine, experts[token] - rank * per_rank, per_rank), np.where(mine, weights[token], 0.0)
+    return np.where(mine, experts[token] - rank * per_rank, per_rank), np.where(
+        mine,
+        weights[token],
+        0.0,
+    )
 
 
 def check_received(mesh, transport, received, x, experts, weights, slots):
-    """Rows, ids, weights, count and dropped of each shard are NumPy's; returns how many assignments were dropped."""
+    """Checks that rows, ids, weights and counts of each shard are NumPy's; returns how many assignments were
+    dropped."""
     token, lost = arrivals(mesh, transport, experts, slots)
     ids, factors = expected(mesh, token, experts, weights)
-    real, some = (ids < EXPERTS // size(mesh, "ep")).any(1), token >= 0
+    real = (ids < EXPERTS // size(mesh, "ep")).any(1)
+    filled = token >= 0
     np.testing.assert_array_equal(received.experts, ids)
     np.testing.assert_array_equal(received.weights, factors)
-    np.testing.assert_array_equal(received.rows[some], x[token[some]])
+    np.testing.assert_array_equal(received.rows[filled], x[token[filled]])
     np.testing.assert_array_equal(received.count, real.reshape(len(lost), -1).sum(1))
     np.testing.assert_array_equal(received.dropped, lost)
     assert received.dropped.dtype == received.count.dtype == received.experts.dtype == np.int32
@@ -110,48 +134,73 @@ def check_received(mesh, transport, received, x, experts, weights, slots):
 
 
 def check_delivery(way, mesh, transport, skew=0.0, capacity_factor=None):
-    """`check_received` of what `dispatch` delivers."""
+    """Runs `check_received` on what `dispatch` delivers."""
     args = inputs(mesh, skew)
     _, received = run(way, mesh, args, exchange=transport, capacity_factor=capacity_factor)
-    return check_received(mesh, transport, received, *args, slots_of(mesh, transport, capacity_factor))
+    return check_received(
+        mesh,
+        transport,
+        received,
+        *args,
+        slots_of(mesh, transport, capacity_factor),
+    )
 
 
 def check_sums(way, mesh, transport, **options):
-    """y[t] = sum_k w[t, k] (expert + 1) x[t], through dispatch and combine: exact on integers."""
+    """Checks y[t] = sum_k w[t, k] (expert + 1) x[t], through dispatch and combine: exact on integers."""
     x, experts, weights = args = inputs(mesh)
     _, received = run(way, mesh, args, exchange=transport, **options)
     per_rank = EXPERTS // size(mesh, "ep")
-    rank = np.repeat(np.arange(size(mesh, *TOKENS)) % size(mesh, "ep"), len(received.rows) // size(mesh, *TOKENS))
-    factor = np.where(received.experts < per_rank, received.experts + rank[:, None] * per_rank + 1, 0)
-    rows = received.rows * (received.weights * factor).sum(1, keepdims=True)  # NaN where one_sided wrote nothing
+    rank = np.repeat(
+        np.arange(size(mesh, *TOKENS)) % size(mesh, "ep"),
+        len(received.rows) // size(mesh, *TOKENS),
+    )
+    factor = np.where(
+        received.experts < per_rank,
+        received.experts + rank[:, None] * per_rank + 1,
+        0,
+    )
+    # A row is NaN where one_sided wrote nothing.
+    rows = received.rows * (received.weights * factor).sum(1, keepdims=True)
     y, _ = run_combine(way, mesh, rows.astype(np.float32), received)
     np.testing.assert_array_equal(y, x * (weights * (experts + 1)).sum(1, keepdims=True))
 
 
 def check_transposes(way, mesh, transport, factor):
-    """The gradients of dispatch and combine are NumPy's sums and rows; the gradients of rows that do not count are NaN
-    in one_sided, whatever in the others' slots."""
+    """Checks that gradients of dispatch and combine are NumPy's sums and rows; the gradients of rows that do not
+    count are NaN in one_sided, whatever in the others' slots."""
     x, experts, weights = args = inputs(mesh, skew=0.1)
     token, _ = arrivals(mesh, transport, experts, slots_of(mesh, transport, factor))
     ids, _ = expected(mesh, token, experts, weights)
-    d_rows, d_weights = integers(3, len(token), WIDTH), integers(4, len(token), TOP_K)
-    mine, some = ids < EXPERTS // size(mesh, "ep"), token >= 0
+    d_rows = integers(3, len(token), WIDTH)
+    d_weights = integers(4, len(token), TOP_K)
+    mine = ids < EXPERTS // size(mesh, "ep")
+    filled = token >= 0
     if transport == "one_sided":
-        d_rows[~some], d_weights[~some] = np.nan, np.nan
-    _, received, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), exchange=transport, capacity_factor=factor)
+        d_rows[~filled] = np.nan
+        d_weights[~filled] = np.nan
+    _, received, (d_x, d_w) = run(
+        way,
+        mesh,
+        args,
+        (d_rows, d_weights),
+        exchange=transport,
+        capacity_factor=factor,
+    )
     y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
-    want, want_w = np.zeros_like(x), np.zeros_like(weights)
-    np.add.at(want, token[some], d_rows[some])
-    np.add.at(want_w, token[some], np.where(mine, d_weights, 0.0)[some])
+    want = np.zeros_like(x)
+    want_w = np.zeros_like(weights)
+    np.add.at(want, token[filled], d_rows[filled])
+    np.add.at(want_w, token[filled], np.where(mine, d_weights, 0.0)[filled])
     np.testing.assert_array_equal(d_x, want)
     np.testing.assert_array_equal(y, want)
     np.testing.assert_array_equal(d_w, want_w)
-    np.testing.assert_array_equal(back[some], x[token[some]])
+    np.testing.assert_array_equal(back[filled], x[token[filled]])
 
 
 @contextlib.contextmanager
 def registered(name: str, transport: Transport) -> Iterator[None]:
-    """The transport stands in the table under this name; programs that know it do not outlive the context."""
+    """Puts the transport into the table under this name; programs that know it do not outlive the context."""
     before = TRANSPORTS.get(name)
     jax.clear_caches()
     TRANSPORTS[name] = transport
@@ -174,25 +223,33 @@ class EmulatedOneSided(OneSided):
         return None
 
     def put_rows(self, arrays, source, places, way: int, out_rows: int, axes):
-        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], by an all-gather."""
+        """Writes out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], by an all-gather."""
         names = tuple(name for name, _ in axes)
         shift, end = places[way]
         index = jnp.arange(len(arrays[0] if source is None else source), dtype=jnp.int32)
         peer = (index[:, None] >= end[None]).sum(1)
         everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
         mine = everyone(peer) == lax.axis_index(names)
-        at = jnp.where(mine, everyone(index + shift[jnp.minimum(peer, len(end) - 1)]), out_rows)
+        position = jnp.where(
+            mine,
+            everyone(index + shift[jnp.minimum(peer, len(end) - 1)]),
+            out_rows,
+        )
         values = [everyone(x[index if source is None else source]) for x in arrays]
-        return tuple(poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values)
+        return tuple(poison((out_rows, x.shape[1]), x.dtype).at[position].set(x, mode="drop") for x in values)
 
     def gather_sum(self, rows, position):
         there = (position < rows.shape[0])[..., None]
-        taken = jnp.where(there, rows[jnp.minimum(position, rows.shape[0] - 1)].astype(jnp.float32), 0.0)
+        taken = jnp.where(
+            there,
+            rows[jnp.minimum(position, rows.shape[0] - 1)].astype(jnp.float32),
+            0.0,
+        )
         return taken.sum(1).astype(rows.dtype)
 
 
 def poison(shape, dtype):
-    """What the memory that nobody wrote may hold at its worst: NaN, and words that read as ids of experts."""
+    """Returns what the memory that nobody wrote may hold at its worst: NaN, and words that read as ids of experts."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.full(shape, jnp.nan, dtype)
     if dtype == jnp.uint8:
@@ -201,7 +258,7 @@ def poison(shape, dtype):
 
 
 def quantize_by_row(x, blocks, *, format, **_):
-    """The kernel that quantizes rows for the wire, as XLA computes it."""
+    """Computes what the kernel does that quantizes rows for the wire, by XLA."""
     from moax.kernels.hopper.formats import KMajorFp8
 
     q = quantize(x, format, (1, 128))
@@ -209,14 +266,14 @@ def quantize_by_row(x, blocks, *, format, **_):
 
 
 def dequantize_rows(data, words, ends, *, dtype):
-    """The kernel that dequantizes rows of the wire; NaN in the rows that it need not write."""
+    """Computes what the kernel does that dequantizes rows of the wire; rows that it need not write are NaN."""
     scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
     values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
     return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
 
 
 def wire_kernels(monkeypatch) -> set[str]:
-    """Rows are quantized for the wire as if the Hopper kernels ran here; returns which of them were asked."""
+    """Quantizes rows for the wire as if the Hopper kernels ran here; yields which of them were asked."""
     hopper = pytest.importorskip("moax.kernels.hopper")
     called = set()
 

@@ -27,19 +27,21 @@ MESHES, LIMIT = (None, "2x4"), 2e-6
 
 @functools.partial(jax.jit, static_argnames="config")
 def graded(x, router_x, dy, params, config):
-    """y and every gradient; the gradient of the router's input is None where the router reads x."""
-    y, pull = jax.vjp(lambda *operands: moax.moe(operands[0], operands[2], config, router_input=operands[1])[0],
-                      x, router_x, params)  # fmt: skip
+    """Returns y and every gradient; the gradient of the router's input is None where the router reads x."""
+    y, pull = jax.vjp(
+        lambda *operands: moax.moe(operands[0], operands[2], config, router_input=operands[1])[0], x, router_x, params
+    )
     dx, d_router_x, d_params = pull(dy)
     return {"y": y, "dx": dx, "d_router_input": d_router_x} | {f"d_{f}": getattr(d_params, f) for f in DIMS}
 
 
 def parity(folder: Path, values: dict[str, Any], mesh: str | None) -> dict[str, float]:
-    """The relative errors of y and of every gradient, on one device (None) or on the mesh of this name.
+    """Returns the relative errors of y and of every gradient, on one device (None) or on the mesh of this name.
 
     `values` are those of config.json.
     """
-    config, on = hf.config_from_hf(values), mesh and make_mesh(mesh)
+    config = hf.config_from_hf(values)
+    on = mesh and make_mesh(mesh)
     of_layer = dict(layer=hf.moe_layers(values)[-1], model_type=values["model_type"])
     params = hf.params_from_hf(folder / "model.safetensors", config, mesh=on, **of_layer)
     expected = hf.Checkpoint(folder / "expected.safetensors")
@@ -60,13 +62,21 @@ def parity(folder: Path, values: dict[str, Any], mesh: str | None) -> dict[str, 
 
 
 def write(folder: Path, values: dict[str, Any]) -> None:
-    """The layer of FOLDER/NAME as FOLDER/NAME/written and FOLDER/NAME/stacked, by way of the mesh."""
-    config, layer = hf.config_from_hf(values), hf.moe_layers(values)[-1]
-    found = hf.Checkpoint(folder / "model.safetensors")
-    params = hf.params_from_hf(found, config, layer=layer, mesh=make_mesh("2x4"))
+    """Writes the layer of FOLDER/NAME as FOLDER/NAME/written and FOLDER/NAME/stacked, by way of the mesh."""
+    config = hf.config_from_hf(values)
+    layer = hf.moe_layers(values)[-1]
+    checkpoint = hf.Checkpoint(folder / "model.safetensors")
+    params = hf.params_from_hf(checkpoint, config, layer=layer, mesh=make_mesh("2x4"))
     for name, stacked in (("written", False), ("stacked", True)):
         options = dict(hf_config=values, stacked=stacked, shard_bytes=20_000)
-        hf.save_hf(folder / name, {layer: params}, config, values["model_type"], others=found, **options)
+        hf.save_hf(
+            folder / name,
+            {layer: params},
+            config,
+            values["model_type"],
+            others=checkpoint,
+            **options,
+        )
 
 
 def main(folder: Path, rewrite: bool, families: list[str]) -> int:
@@ -83,7 +93,10 @@ def main(folder: Path, rewrite: bool, families: list[str]) -> int:
             shown.append(
                 f"{mesh or 'one device'}: {len(errors)} arrays, y {errors['y']:.1e}, worst {name} {errors[name]:.1e}"
             )
-        print(f"{family:22} transformers {values['transformers_version']}  {'  '.join(shown)}", flush=True)
+        print(
+            f"{family:22} transformers {values['transformers_version']}  {'  '.join(shown)}",
+            flush=True,
+        )
         if rewrite:
             write(folder / family, values)
     print(f"{len(families)} families, worst relative error {worst:.1e}, limit {LIMIT:.0e}")

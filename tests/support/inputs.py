@@ -13,18 +13,18 @@ from moax.params import param_shapes
 
 
 def random(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """A standard normal array."""
+    """Returns a standard normal array."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def integers(seed: int, *shape: int, bound: int = 8) -> np.ndarray:
-    """Small integers as float32: their sums and products are exact in any order."""
+    """Returns small integers as float32: their sums and products are exact in any order."""
     return np.random.default_rng(seed).integers(-bound, bound + 1, shape).astype(np.float32)
 
 
 def make_params(config: moax.MoEConfig, seed: int = 0, bias: float = 0.3) -> moax.MoEParams:
-    """Weights of the size that `moax.init` gives them, and biases that are not 0, by NumPy: each shape that jax.random
-    draws costs a compilation."""
+    """Returns weights of the size that `moax.init` gives them, and biases that are not 0, by NumPy: each shape that
+    jax.random draws costs a compilation."""
     contracted = {"router": 0, "wi": 1, "wo": 1, "shared_wi": 0, "shared_wo": 0, "shared_gate": 0}
     contracted |= {"latent_down": 0, "latent_up": 0}
 

@@ -19,12 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def take(ref, index):
-    """What `ptx.take` does, for the interpreter."""
+    """Does what `ptx.take` does, for the interpreter."""
     return jnp.take(ref[...], index, mode="fill")
 
 
 def put(ref, index, values):
-    """What `ptx.put` does, for the interpreter, which runs one store after the other."""
+    """Does what `ptx.put` does, for the interpreter, which runs one store after the other."""
     inside = (index >= 0) & (index < ref.shape[0])
     order = jnp.argsort(~inside)
 
@@ -35,7 +35,7 @@ def put(ref, index, values):
 
 
 def load_sources(source, start, rows, real=None):
-    """What `gather.load_sources` does, for the interpreter."""
+    """Does what `gather.load_sources` does, for the interpreter."""
     thread = jnp.arange(128, dtype=jnp.int32)
     row = thread // 32 * (rows // 4) + thread % 32 % (rows // 4)
     inside = (row < (rows if real is None else real)) & (start + row < source.shape[0])
@@ -43,14 +43,20 @@ def load_sources(source, start, rows, real=None):
 
 
 def copy_rows(x, column, sources, stage, transforms):
-    """What `gather.copy_rows` does, for the interpreter, at once."""
+    """Does what `gather.copy_rows` does, for the interpreter, at once."""
     rows, width = stage.shape
     row = jnp.arange(rows, dtype=jnp.int32)
     source = sources[row // (rows // 4) * 32 + row % (rows // 4)]
     whole = jnp.pad(x[...], ((0, 0), (0, width)))
     part = lax.dynamic_slice_in_dim(whole, column, width, axis=1)
-    found = jnp.take(part, jnp.where(source < 0, x.shape[0], source), axis=0, mode="fill", fill_value=0)
-    stage[...] = found
+    results = jnp.take(
+        part,
+        jnp.where(source < 0, x.shape[0], source),
+        axis=0,
+        mode="fill",
+        fill_value=0,
+    )
+    stage[...] = results
 
 
 @contextlib.contextmanager
@@ -71,7 +77,7 @@ def without_ptx() -> Iterator[None]:
 
 
 def interpret(fn: Callable, *args, races: bool = True):
-    """fn(*args) in Pallas' GPU interpreter, which prints the races that it finds: none may be there.
+    """Runs fn(*args) in Pallas' GPU interpreter, which prints the races that it finds: none may be there.
 
     races=False for kernels whose two consumers both read a stage into registers and both release it: the interpreter
     orders a wait after one of the arrivals it waited for, and takes the other's reads for a race.
@@ -91,10 +97,14 @@ def flattened_operands() -> Iterator[None]:
 
     It then reads the whole operand [K, G, C], and the product takes it as [K, G C].
     """
-    to_access, matmul = interpret_utils.to_access, np.matmul
+    to_access = interpret_utils.to_access
+    matmul = np.matmul
 
     def without_reshape(transforms, shape):
-        return to_access(tuple(t for t in transforms if not isinstance(t, state_types.ReshapeTransform)), shape)
+        return to_access(
+            tuple(t for t in transforms if not isinstance(t, state_types.ReshapeTransform)),
+            shape,
+        )
 
     class Flattening:
         def __getattr__(self, name):
@@ -116,12 +126,15 @@ def lower(fn: Callable, *args) -> None:
 
 
 def kernels_of(jaxpr) -> Iterator:
-    """The equations of a jaxpr that call a kernel, those inside of other equations included."""
+    """Returns the equations of a jaxpr that call a kernel, those inside of other equations included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "mpmd_map":
             yield eqn
             continue
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+        for value in jax.tree.leaves(
+            eqn.params,
+            is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr"),
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from kernels_of(inner)

@@ -46,10 +46,10 @@ class NnxLayer:
     def shardings(self, mesh: jax.sharding.Mesh) -> dict:
         return {name: v.get_value() for name, v in nnx.get_named_sharding(self.state, mesh).items()}
 
-    def __call__(self, params: moax.MoEParams, x, **given):
+    def __call__(self, params: moax.MoEParams, x, **arguments):
         graph, state = nnx.split(self.module)
         values = jax.tree.leaves({name: getattr(params, name) for name in state.keys()})
-        return nnx.merge(graph, jax.tree.structure(state).unflatten(values))(x, **given)
+        return nnx.merge(graph, jax.tree.structure(state).unflatten(values))(x, **arguments)
 
     def drop(self, name: str) -> None:
         setattr(self.module, name, None)
@@ -67,7 +67,11 @@ class LinenLayer:
         x = jnp.zeros((8, config.d_model))
         self.module: Any = MoEBlock(config, **options)
         # Jitted, so that the forward pass of `init`, which nobody asks for, is not run.
-        self.variables = (jax.eval_shape if shapes else lambda f, *a: jax.jit(f)(*a))(self.module.init, KEY, x)
+        self.variables = (jax.eval_shape if shapes else lambda f, *a: jax.jit(f)(*a))(
+            self.module.init,
+            KEY,
+            x,
+        )
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
@@ -83,12 +87,15 @@ class LinenLayer:
     def shardings(self, mesh: jax.sharding.Mesh) -> dict:
         return by_name(linen.get_sharding(self.variables, mesh))
 
-    def __call__(self, params: moax.MoEParams, x, **given):
-        values = {c: {name: getattr(params, name) for name in of} for c, of in self.variables.items()}
-        return self.module.apply(linen.meta.replace_boxed(self.variables, values), x, **given)
+    def __call__(self, params: moax.MoEParams, x, **arguments):
+        values = {c: {name: getattr(params, name) for name in names} for c, names in self.variables.items()}
+        return self.module.apply(linen.meta.replace_boxed(self.variables, values), x, **arguments)
 
     def drop(self, name: str) -> None:
-        self.variables = {**self.variables, "params": {n: v for n, v in self.variables["params"].items() if n != name}}
+        self.variables = {
+            **self.variables,
+            "params": {n: v for n, v in self.variables["params"].items() if n != name},
+        }
 
     def quantize(self) -> moax.QuantizedParams:
         return self.module.apply(self.variables, method="quantize")
@@ -98,8 +105,13 @@ LAYERS = {"nnx": NnxLayer, "linen": LinenLayer}
 
 
 def stack(config: moax.MoEConfig, layers: int, transform=None, **options):
-    """A function of rngs that makes so many layers of nnx by `nnx.vmap`."""
-    make = nnx.vmap(lambda rngs: MoE(config, rngs=rngs, **options), in_axes=0, out_axes=0, **(transform or {}))
+    """Returns a function of rngs that makes so many layers of nnx by `nnx.vmap`."""
+    make = nnx.vmap(
+        lambda rngs: MoE(config, rngs=rngs, **options),
+        in_axes=0,
+        out_axes=0,
+        **(transform or {}),
+    )
     return nnx.split_rngs(splits=layers)(make)
 
 
@@ -118,15 +130,18 @@ class Stack(linen.Module):
             return x + y, stats
 
         scan = linen.scan(
-            linen.remat(body), variable_axes={"params": 0, "moax_state": 0}, split_rngs={"params": True},
-            length=self.layers, metadata_params={linen.PARTITION_NAME: self.partition},
-        )  # fmt: skip
+            linen.remat(body),
+            variable_axes={"params": 0, "moax_state": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+            metadata_params={linen.PARTITION_NAME: self.partition},
+        )
         return scan(MoEBlock(self.config, name="moe", logical_axes=self.logical_axes), x, None)
 
 
 def by_name(variables) -> dict:
-    """Variables of linen without their collections."""
-    return {name: value for of in variables.values() for name, value in of.items()}
+    """Returns the variables of linen without their collections."""
+    return {name: value for collection in variables.values() for name, value in collection.items()}
 
 
 def params_of(arrays: dict[str, jax.Array]) -> moax.MoEParams:

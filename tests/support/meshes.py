@@ -25,24 +25,25 @@ WAYS = (*ENGINES, "explicit", "user", "user_vma", "user_inside")
 
 
 def make_mesh(name: str, way: str = "custom_partitioning") -> jax.sharding.Mesh:
-    """The mesh of this name, with the axis types that `way` needs."""
-    sizes, kind = MESHES[name], AxisType.Explicit if way == "explicit" else AxisType.Auto
+    """Returns the mesh of this name, with the axis types that `way` needs."""
+    sizes = MESHES[name]
+    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def spec(mesh: str, *entries) -> PartitionSpec:
-    """A PartitionSpec of the axes that the mesh of this name has."""
+    """Returns a PartitionSpec of the axes that the mesh of this name has."""
     names = [e if isinstance(e, tuple) else (e,) for e in entries]
     return PartitionSpec(*(tuple(n for n in e if n in MESHES[mesh]) or None for e in names))
 
 
 def size(mesh: str, *names: str) -> int:
-    """Devices of the mesh of this name along these axes; axes that it lacks count as 1."""
+    """Returns the number of devices of the mesh of this name along these axes; axes that it lacks count as 1."""
     return int(np.prod([MESHES[mesh].get(n, 1) for n in names]))
 
 
 def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
-    """The arrays of `tree` on the mesh, laid out by `specs`, a tree prefix of it."""
+    """Returns the arrays of `tree` on the mesh, laid out by `specs`, a tree prefix of it."""
 
     def is_spec(value):
         return isinstance(value, PartitionSpec)
@@ -54,7 +55,7 @@ def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
 
 
 def in_user_shard_map() -> bool:
-    """Whether the caller is inside a `shard_map`: there, sums that an op leaves to its caller are due."""
+    """Returns whether the caller is inside a `shard_map`: there, sums that an op leaves to its caller are due."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 

@@ -40,22 +40,24 @@ class Block:
 
 def read(path: Path) -> list[Block]:
     """Returns the fenced blocks of a page; an `output` block belongs to the block before it."""
-    found: list[Block] = []
+    results: list[Block] = []
     fence = language = reason = None
     body: list[str] = []
     adjacent = False  # Only blank lines stand between this line and the block before.
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         opened = re.match(r"(`{3,})(.*)$", line)
         if fence is None and opened:
-            fence, language, body = opened[1], opened[2].strip(), []
+            fence = opened[1]
+            language = opened[2].strip()
+            body = []
         elif fence is not None and line.rstrip() == fence:
             text = "\n".join(body)
             if language == "output":
-                if not (found and adjacent):
+                if not (results and adjacent):
                     raise ValueError(f"{path}:{number}: an output block must follow the block that prints it")
-                found[-1].output = text
+                results[-1].output = text
             else:
-                found.append(Block(path, language or "", text, number - len(body), reason))
+                results.append(Block(path, language or "", text, number - len(body), reason))
             fence, reason, adjacent = None, None, True
         elif fence is not None:
             body.append(line)
@@ -65,7 +67,7 @@ def read(path: Path) -> list[Block]:
             reason, adjacent = None, False
     if fence is not None:
         raise ValueError(f"{path}: a block is not closed")
-    return found
+    return results
 
 
 def programs(path: Path) -> list[Block]:
@@ -75,7 +77,8 @@ def programs(path: Path) -> list[Block]:
 def check(block: Block, printed: str) -> None:
     """Raises AssertionError where a block did not print what the page says."""
     if block.output is not None:
-        want, got = (re.sub(r"[ \t]+$", "", text.strip("\n"), flags=re.M) + "\n" for text in (block.output, printed))
+        want = re.sub(r"[ \t]+$", "", block.output.strip("\n"), flags=re.M) + "\n"
+        got = re.sub(r"[ \t]+$", "", printed.strip("\n"), flags=re.M) + "\n"
         same = doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS)
         assert same, f"{block} says it prints\n{want}\nand it prints\n{got}"
 

@@ -29,10 +29,14 @@ def problem(sizes, align, num_rows, width, columns, shards=1, experts=None):
     """Returns x, w, sizes, bias and dy. Padding rows of x and dy hold NaN, and numbers that ruin any scale or sum."""
     experts = experts or len(sizes)
     local = len(sizes) // shards
-    real = np.concatenate([real_rows(sizes[s * local :][:local], align, num_rows) for s in range(shards)])
-    x, dy = random(0, num_rows * shards, width), random(1, num_rows * shards, *columns)
+    real = np.concatenate(
+        [real_rows(sizes[s * local :][:local], align, num_rows) for s in range(shards)],
+    )
+    x = random(0, num_rows * shards, width)
+    dy = random(1, num_rows * shards, *columns)
     for v in (x, dy):
         v[~real] = np.nan
         v[np.flatnonzero(~real)[::2]] = 1e30
-    w, bias = random(2, experts, width, *columns) / np.float32(width**0.5), random(3, experts, *columns)
+    w = random(2, experts, width, *columns) / np.float32(width**0.5)
+    bias = random(3, experts, *columns)
     return (x, w, np.asarray(sizes, np.int32), bias, dy), real

@@ -50,28 +50,38 @@ def program(
     cotangents: Any = None,
     wrt: tuple[int, ...] = (0,),
 ) -> Program:
-    """fn(*args, engine=...) -> (floats, aux), put on a mesh; way "none" is a single device.
+    """Puts fn(*args, engine=...) -> (floats, aux) on a mesh; way "none" is a single device.
 
     The program returns (floats, aux), and with `cotangents` (like floats) the gradients of the args `wrt` as a third.
     Specs are PartitionSpecs, or tree prefixes of them: of args, floats, aux.
     """
     engine = way if way in ENGINES else "auto"
-    given = functools.partial(fn, engine=engine)
+    run = functools.partial(fn, engine=engine)
     on = None if way == "none" else make_mesh(mesh, way)
 
     def with_gradients(forward, args, cotangents):
-        def some(*given):
-            return forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))
+        def some(*inputs):
+            return forward(*(inputs[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))
 
         floats, pull, aux = jax.vjp(some, *(args[i] for i in wrt), has_aux=True)
         if way == "explicit":  # A cotangent must have exactly the type of its result.
-            cotangents = jax.tree.map(lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding), cotangents, floats)
+            cotangents = jax.tree.map(
+                lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding),
+                cotangents,
+                floats,
+            )
         return floats, aux, pull(cotangents)
 
     if way in ("user", "user_vma"):
         outs = (out_specs, aux_specs)
-        given = jax.shard_map(given, mesh=on, in_specs=in_specs, out_specs=outs, check_vma=way == "user_vma")
-    full = given if cotangents is None else functools.partial(with_gradients, given)
+        run = jax.shard_map(
+            run,
+            mesh=on,
+            in_specs=in_specs,
+            out_specs=outs,
+            check_vma=way == "user_vma",
+        )
+    full = run if cotangents is None else functools.partial(with_gradients, run)
     operands, specs = (args, in_specs) if cotangents is None else ((args, cotangents), (in_specs, out_specs))
     if way == "user_inside":
         outs = (out_specs, aux_specs) + (() if cotangents is None else (tuple(in_specs[i] for i in wrt),))

@@ -28,16 +28,20 @@ def run_ptx(code, operands, on_load=None, on_copy=None, on_store=None):
         op, *args = re.split(r",\s*|\s+", re.sub(r"\s*([-+])\s*", r"\1", line))
         if op.startswith("cp.async"):
             to, start, chunk, size = args
-            (to, shift), (start, more) = (re.match(r"\[(\w+)\+(\d+)\]", v).groups() for v in (to, start))
-            on_copy(held[to] + int(shift), held[start] + int(more), int(chunk), read(size))
+            to, shift = re.match(r"\[(\w+)\+(\d+)\]", to).groups()
+            start, extra = re.match(r"\[(\w+)\+(\d+)\]", start).groups()
+            on_copy(held[to] + int(shift), held[start] + int(extra), int(chunk), read(size))
             continue
         if op.startswith("st."):
             on_store(held[args[0].strip("[]")], read(args[1]), where)
             continue
-        into, values = args[0], args[1:]
+        into = args[0]
+        values = args[1:]
         if op.startswith("ld."):
-            at = held[values[0].strip("[]")]
-            held[into] = on_load(at) if where is True else np.where(where, on_load(np.where(where, at, 0)), held[into])
+            index = held[values[0].strip("[]")]
+            held[into] = (
+                on_load(index) if where is True else np.where(where, on_load(np.where(where, index, 0)), held[into])
+            )
             continue
         a, *others = map(read, values)
         b, c = (*others, None, None)[:2]
@@ -54,6 +58,11 @@ def run_ptx(code, operands, on_load=None, on_copy=None, on_store=None):
             case "mad":
                 held[into] = a * b + c
             case name:
-                ops = {"shr": "right_shift", "and": "bitwise_and", "xor": "bitwise_xor", "add": "add"}
+                ops = {
+                    "shr": "right_shift",
+                    "and": "bitwise_and",
+                    "xor": "bitwise_xor",
+                    "add": "add",
+                }
                 held[into] = getattr(np, ops.get(name, {"mul": "multiply", "sub": "subtract"}.get(name, name)))(a, b)
     return held

@@ -11,7 +11,12 @@ from support.meshes import MESHES, WAYS
 
 # The columns of the table: a parameter is of a column where its value, or its value and its name, say so.
 TRANSPORTS = ("all_gather", "all_to_all", "one_sided")
-COLUMNS = {"ways": set(WAYS), "meshes": set(MESHES), "recipes": {"none", *RECIPES}, "transports": set(TRANSPORTS)}
+COLUMNS = {
+    "ways": set(WAYS),
+    "meshes": set(MESHES),
+    "recipes": {"none", *RECIPES},
+    "transports": set(TRANSPORTS),
+}
 PROPERTY = "covers"
 
 
@@ -26,24 +31,26 @@ def suite_of(nodeid: str) -> str:
 
 def covered_by(item) -> list[tuple[str, str]]:
     """Yields (column, value) for each parameter of a test that the table counts."""
-    found, callspec = [], getattr(item, "callspec", None)
+    results = []
+    callspec = getattr(item, "callspec", None)
     for name, value in {} if callspec is None else callspec.params.items():
         value = "none" if value is None and name == "recipe" else value
         for column, known in COLUMNS.items():
             if isinstance(value, str) and value in known and (value != "none" or name == column[:-1]):
-                found.append((column, value))
-    return found
+                results.append((column, value))
+    return results
 
 
 def table(reports: Iterable) -> list[str]:
     """Returns the lines of the table: the tests of each suite, and the number of values of each column."""
-    tests, values = Counter(), defaultdict(set)
+    tests = Counter()
+    values = defaultdict(set)
     for report in reports:
         suite = suite_of(report.nodeid)
         tests[suite] += 1
-        for name, found in report.user_properties:
+        for name, results in report.user_properties:
             if name == PROPERTY:
-                for column, value in found:
+                for column, value in results:
                     values[suite, column].add(value)
                     values["all", column].add(value)
     tests["all"] = sum(tests.values())

@@ -63,7 +63,11 @@ def run_process(cache: Path, exchange: str, padding: int) -> tuple[int, str]:
     )
     code = PROGRAM.format(exchange=exchange, padding=padding)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | flags, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "anew" not in done.stderr, f"a key was not stable: {done.stderr}"
@@ -74,14 +78,14 @@ def run_process(cache: Path, exchange: str, padding: int) -> tuple[int, str]:
 def test_three_processes(tmp_path):
     """Breaks if a start of a program compiles everything again, or if a program takes the one of another transport,
     which the rest of the key does not show."""
-    first, second, other = (
-        run_process(tmp_path, *how) for how in (("all_gather", 1), ("all_gather", 1000), ("all_to_all", 500))
-    )
-    assert first[0] == 0 and second[0] >= 1, f"cache hits: {first[0]}, then {second[0]}"
-    assert second[1] == first[1], "the program from the cache computes something else"
+    one_process = run_process(tmp_path, *("all_gather", 1))
+    second = run_process(tmp_path, *("all_gather", 1000))
+    other = run_process(tmp_path, *("all_to_all", 500))
+    assert one_process[0] == 0 and second[0] >= 1, f"cache hits: {one_process[0]}, then {second[0]}"
+    assert second[1] == one_process[1], "the program from the cache computes something else"
     names = [path.name for path in tmp_path.glob("jit_the_program-*-cache")]
     assert len(names) == 2, f"two programs were compiled; the cache holds {names}"
-    assert abs(float(other[1]) / float(first[1]) - 1) < 1e-5
+    assert abs(float(other[1]) / float(one_process[1]) - 1) < 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +94,29 @@ class Value:
 
 
 DIFFERENT = (
-    1, 1.0, "1", None, True, (1,), (1, 2), ((1,), 2), np.dtype("float32"), P("a"), P(("a", "b")), P("a", "b"),
-    P(None, "a"), P(P.UNCONSTRAINED, "a"), Value(1), Value("1"), moax.Axes(),
-    moax.Axes(dp="x"), moax.MoEConfig(16, 16, 4, 2), moax.MoEConfig(16, 16, 4, 1),
-    jax.make_mesh((1, 1), ("a", "b")), jax.make_mesh((1, 1), ("a", "c")),
-)  # fmt: skip
+    1,
+    1.0,
+    "1",
+    None,
+    True,
+    (1,),
+    (1, 2),
+    ((1,), 2),
+    np.dtype("float32"),
+    P("a"),
+    P(("a", "b")),
+    P("a", "b"),
+    P(None, "a"),
+    P(P.UNCONSTRAINED, "a"),
+    Value(1),
+    Value("1"),
+    moax.Axes(),
+    moax.Axes(dp="x"),
+    moax.MoEConfig(16, 16, 4, 2),
+    moax.MoEConfig(16, 16, 4, 1),
+    jax.make_mesh((1, 1), ("a", "b")),
+    jax.make_mesh((1, 1), ("a", "c")),
+)
 
 
 def test_texts_of_static_values():
@@ -103,7 +125,14 @@ def test_texts_of_static_values():
     texts = [repr(value) for value in DIFFERENT]
     assert len(set(texts)) == len(texts)
     assert not any(" at 0x" in text or UNSTABLE.search(text) for text in texts)
-    for value in (moax.moe, lambda x: x, object(), jax.numpy.sum, Value(lambda: 0), frozenset("ab")):
+    for value in (
+        moax.moe,
+        lambda x: x,
+        object(),
+        jax.numpy.sum,
+        Value(lambda: 0),
+        frozenset("ab"),
+    ):
         assert UNSTABLE.search(repr(value)), value
 
 
@@ -119,27 +148,33 @@ def test_a_call_without_a_stable_text_has_a_name_of_its_own(name, caplog):
     """Breaks if the name of a call holds an address, or says nothing of a function outside of moax: the program of a
     later process, whose function has changed, may then be the one from the cache."""
     config = moax.MoEConfig(16, 16, 8, 2, activation=lambda gate, up: gate * up)
-    params, x = moax.init(jax.random.key(0), config), jax.numpy.ones((16, 16))
+    params = moax.init(jax.random.key(0), config)
+    x = jax.numpy.ones((16, 16))
 
     def names():
         view = find_mesh_view(moax.Axes(), "auto", x)
         run = {"experts": lambda x: moax.moe(x, params, config)[0], "double": lambda x: DOUBLE(view, view, x)[0]}[name]
         text = jax.jit(run).lower(x).as_text()
-        return {found for found in re.findall(r'backend_config = "([^"]*)"', text) if "@" not in found}
+        return {
+            name_of_call for name_of_call in re.findall(r'backend_config = "([^"]*)"', text) if "@" not in name_of_call
+        }
 
     with jax.set_mesh(jax.make_mesh((8,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))):
-        first, second = names(), names()
-    assert f"{name}: its program will compile anew in each process" in caplog.text and "no stable text" in caplog.text
-    assert first and all(found.startswith("moax:") for found in first | second)
-    assert len(first - second) == 1, "one call has another name each time"
+        names_before = names()
+        second = names()
+    assert f"{name}: its program will compile anew in each process" in caplog.text
+    assert "no stable text" in caplog.text
+    assert names_before
+    assert all(name_of_call.startswith("moax:") for name_of_call in names_before | second)
+    assert len(names_before - second) == 1, "one call has another name each time"
 
 
 def test_every_op_of_moax_has_a_stable_text():
     """Breaks if a program with some op of moax compiles anew in each process."""
     assert moax.moe and moax.ops  # imported by their names
-    found = [op for op in gc.get_objects() if isinstance(op, Op) and op.local.__module__.startswith("moax.")]
-    assert {"experts_grad", "grouped_matmul_grad", "gather_weight"} <= {op.name for op in found}
-    assert not [op for op in found if UNSTABLE.search(repr(op))]
+    ops = [op for op in gc.get_objects() if isinstance(op, Op) and op.local.__module__.startswith("moax.")]
+    assert {"experts_grad", "grouped_matmul_grad", "gather_weight"} <= {op.name for op in ops}
+    assert not [op for op in ops if UNSTABLE.search(repr(op))]
 
 
 def test_a_change_of_moax_or_of_its_tiles_changes_the_key(monkeypatch, tmp_path):

@@ -12,10 +12,16 @@ from support import ROOT
 
 def test_comparison():
     """Breaks if a shard that is missing, another or not finite passes, or if an integer may differ."""
-    y, count = np.float32([3, 4]), np.int32(512)
+    y = np.float32([3, 4])
+    count = np.int32(512)
     for near in (y, np.float32([3, 4 * (1 + 2.0**-8)])):
         assert not differ(near, y)
-    for other in (np.float32([3, 4 * (1 + 2.0**-6)]), np.float32([3, np.nan]), np.float32([3]), None):
+    for other in (
+        np.float32([3, 4 * (1 + 2.0**-6)]),
+        np.float32([3, np.nan]),
+        np.float32([3]),
+        None,
+    ):
         assert differ(other, y) and differ(y, other)
     assert not differ(count, count) and differ(np.int32(513), count)
 

@@ -35,7 +35,8 @@ def test_info_says_what_runs(capsys):
     choices = {(c.argument, c.value): c for c in cli.choices()}
     assert all(re.search(rf"^  {argument} +{value} ", said, re.MULTILINE) for argument, value in choices)
     assert {value for argument, value in choices if argument == "exchange"} == set(EXCHANGES)
-    assert {value for argument, value in choices if argument == "kernels"} == {"auto", *IMPLEMENTATIONS}
+    expected = {"auto", *IMPLEMENTATIONS}
+    assert {value for argument, value in choices if argument == "kernels"} == expected
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
     assert not choices["kernels", "hopper"].runs and choices["kernels", "auto"].note == "xla"
     assert all(choice.runs or argument != "recipe" and choice.note for (argument, _), choice in choices.items())
@@ -47,7 +48,8 @@ def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     kernels = [choice for choice in cli.choices() if choice.argument == "kernels"]
     assert {choice.value for choice in kernels if choice.runs} == {"auto", "hopper", "xla"}
     assert kernels[0].note.startswith("hopper for bfloat16")
-    assert [choice.value for choice in cli.choices() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
+    expected = ["fp8_block", "fp8_tensor"]
+    assert [choice.value for choice in cli.choices() if choice.note.startswith("FP8")] == expected
 
 
 def test_info_names_the_extras_of_the_project(monkeypatch):
@@ -83,7 +85,8 @@ def test_public_names_are_typed():
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     imported = {alias.name: node.module for node in typed.body for alias in node.names}
     homes = {name: home for name, home in imported.items() if home != "moax"}
-    assert homes == moax._HOMES and imported.keys() - homes.keys() == set(moax._MODULES) - {"nnx", "linen"}
+    assert homes == moax._HOMES
+    assert imported.keys() - homes.keys() == set(moax._MODULES) - {"nnx", "linen"}
     for name in dir(moax):
         assert getattr(moax, name) is not None
     with pytest.raises(AttributeError, match="module 'moax' has no attribute 'mou'"):
@@ -92,7 +95,8 @@ def test_public_names_are_typed():
 
 def test_no_device_is_an_error_of_one_line():
     """Breaks if a machine without the platform that JAX was told to use shows JAX's traceback."""
-    command, rocm = [sys.executable, "-m", "moax"], os.environ | {"JAX_PLATFORMS": "rocm"}
+    command = [sys.executable, "-m", "moax"]
+    rocm = os.environ | {"JAX_PLATFORMS": "rocm"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=rocm)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines()[-1].startswith("moax: JAX cannot start: ")

@@ -17,8 +17,8 @@ def declared() -> dict[str, Requirement]:
     """What constraints.txt answers for: the core and every extra but an accelerator's, by canonical name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {k: v for k, v in project["optional-dependencies"].items() if not k.startswith("cuda")}
-    found = map(Requirement, [*project["dependencies"], *sum(extras.values(), [])])
-    return {canonicalize_name(r.name): r for r in found}
+    results = map(Requirement, [*project["dependencies"], *sum(extras.values(), [])])
+    return {canonicalize_name(r.name): r for r in results}
 
 
 def pinned() -> dict[str, str]:
@@ -49,7 +49,9 @@ def requires(name: str) -> list[str]:
 
 def test_what_those_need_is_pinned():
     """Breaks if a dependency of a dependency has no version."""
-    pins, todo, seen = pinned(), list(declared().values()), set()
+    pins = pinned()
+    todo = list(declared().values())
+    seen = set()
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)

@@ -27,13 +27,28 @@ ROUTER = moax.RouterConfig(bias=True, aux_loss=0.01)
 SHARED = moax.MoEConfig(d_model=64, d_ff=96, num_experts=16, top_k=2, shared_d_ff=32, router=ROUTER)
 LATENT = moax.MoEConfig(64, 96, 16, 2, shared_d_ff=32, router=ROUTER, d_latent=48)
 LATE = moax.RouterConfig(logits_bias=True, order="topk_then_score", aux_loss=0.01, z_loss=0.01)
-BIASED = moax.MoEConfig(160, 96, 4, 2, activation="swiglu_oai", use_bias=True, router=LATE, capacity_factor=1.25)
+BIASED = moax.MoEConfig(
+    160,
+    96,
+    4,
+    2,
+    activation="swiglu_oai",
+    use_bias=True,
+    router=LATE,
+    capacity_factor=1.25,
+)
 WIRE = Recipe(Format(), Format(tile=128), Format(), wire=Format())
 TOKENS = 32  # of a GPU
 CASES = {
     "dp-fsdp-ep": (SHARED, {"dp": 2, "fsdp": 2, "ep": 2}, None, "all_gather", 1.25),
     "tp-mxfp8-all_to_all": (SHARED, {"fsdp": 2, "ep": 2, "tp": 2}, "mxfp8", "all_to_all", 1.25),
-    "fsdp-on-model-fp8_block-capacity-wire": (BIASED, {"fsdp": 4, "ep": 2}, WIRE, "all_to_all", 1.25),
+    "fsdp-on-model-fp8_block-capacity-wire": (
+        BIASED,
+        {"fsdp": 4, "ep": 2},
+        WIRE,
+        "all_to_all",
+        1.25,
+    ),
     "fp8_tensor": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_tensor", "all_gather", 1.25),
     "passes-fp8_block-wire": (SHARED, {"fsdp": 2, "ep": 4}, WIRE, "all_to_all", 0.1),
     "latent-fp8_block": (LATENT, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 1.25),
@@ -42,10 +57,10 @@ CASES = {
 }
 
 
-def listed(found) -> Counter:
+def listed(transfers) -> Counter:
     """The bytes that a device sends by (kind, dtype, axes), without sums of numbers, of which XLA makes one array."""
     count = Counter()
-    for c in found:
+    for c in transfers:
         if math.prod(c.shape) > 4:
             count[c.kind, c.dtype, c.axes] += getattr(c, "times", 1) * c.bytes
     return count
@@ -53,43 +68,74 @@ def listed(found) -> Counter:
 
 @pytest.mark.parametrize(
     "case",
-    some(["dp-fsdp-ep", "tp-mxfp8-all_to_all", "fsdp-on-model-fp8_block-capacity-wire", "passes-fp8_block-wire",
-          "fp8_tensor", "latent-tp"], 1),
-)  # fmt: skip
+    some(
+        [
+            "dp-fsdp-ep",
+            "tp-mxfp8-all_to_all",
+            "fsdp-on-model-fp8_block-capacity-wire",
+            "passes-fp8_block-wire",
+            "fp8_tensor",
+            "latent-tp",
+        ],
+        1,
+    ),
+)
 def test_bytes_are_those_of_the_program(case):
     """Breaks if a collective is forgotten, invented, or counted with other bytes than the compiled block moves."""
     config, sizes, recipe, exchange, factor = CASES[case]
-    options = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case)
-    found = inspect.inspect_block(config, 8 * TOKENS, mesh=moax.make_mesh(sizes), **options)
+    options = dict(
+        recipe=recipe,
+        exchange=exchange,
+        buffer_factor=factor,
+        save_rows="again" not in case,
+    )
+    traffic = inspect.inspect_block(config, 8 * TOKENS, mesh=moax.make_mesh(sizes), **options)
     foretold = estimate(config, sizes, TOKENS, kernels="xla", **options)
-    assert listed(t for moved in foretold.transfers.values() for t in moved) == listed(found)
-    assert inspect.total_bytes(inspect.weight_gathers(found, "fsdp")) == foretold.wire_bytes("gather_weight") > 0
+    assert listed(t for moved in foretold.transfers.values() for t in moved) == listed(traffic)
+    assert inspect.total_bytes(inspect.weight_gathers(traffic, "fsdp")) == foretold.wire_bytes("gather_weight") > 0
 
 
 @pytest.mark.parametrize(
     "case",
-    some(["dp-fsdp-ep", "passes-fp8_block-wire", "passes-rows-again", "fsdp-on-model-fp8_block-capacity-wire",
-          "latent-fp8_block"], 3),
-)  # fmt: skip
+    some(
+        [
+            "dp-fsdp-ep",
+            "passes-fp8_block-wire",
+            "passes-rows-again",
+            "fsdp-on-model-fp8_block-capacity-wire",
+            "latent-fp8_block",
+        ],
+        3,
+    ),
+)
 def test_memory_is_that_of_the_program(case):
     """Breaks if weights are not the arguments of a compiled program to the byte, or if saved arrays are not within 2 %
     of the program's that returns what `jax.vjp` keeps."""
     config, sizes, recipe, exchange, factor = CASES[case]
-    how = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case, kernels="xla")
+    settings = dict(
+        recipe=recipe,
+        exchange=exchange,
+        buffer_factor=factor,
+        save_rows="again" not in case,
+        kernels="xla",
+    )
     mesh = moax.make_mesh(sizes)
     params, x = operand_shapes(config, 8 * TOKENS * 8, moax.Axes(), mesh, jnp.bfloat16, jnp.float32)
-    pulled = lambda params, x: jax.vjp(lambda p, x: moax.moe(x, p, config, **how)[0], params, x)[1]  # noqa: E731
+
+    def pulled(params, x):
+        return jax.vjp(lambda p, x: moax.moe(x, p, config, **settings)[0], params, x)[1]
+
     with jax.set_mesh(mesh):
         program = jax.jit(pulled).lower(params, x)
-    kept = program.compile().memory_analysis()
+    measured = program.compile().memory_analysis()
     # The program copies the parameters out, and x once for each reader: the router, the rounds, the shared expert.
     copies = sum(v.shape == x.shape and v.dtype == x.dtype for v in jax.tree.leaves(program.out_info))
-    got = estimate(config, sizes, TOKENS * 8, **how).memory
+    got = estimate(config, sizes, TOKENS * 8, **settings).memory
     tokens = TOKENS * 8 * config.d_model * 2
-    assert got.weights == got.gradients == kept.argument_size_in_bytes - tokens
+    assert got.weights == got.gradients == measured.argument_size_in_bytes - tokens
     again = got.weights + (copies - 1) * tokens
     # The trace on Explicit axes saves up to 1.2 % more than the program on Auto axes, small arrays of the routing.
-    assert got.saved == pytest.approx(kept.output_size_in_bytes - again, rel=0.02)
+    assert got.saved == pytest.approx(measured.output_size_in_bytes - again, rel=0.02)
 
 
 def rows_of(name: str) -> list[dict]:
@@ -109,19 +155,34 @@ EXTRA = [pytest.param(row, marks=pytest.mark.more) for row in H200[1:]]
 
 
 @pytest.mark.parametrize(
-    "row", [H200[0], *EXTRA], ids=lambda row: f"{row['case']} {row['recipe']} {row['extra'].get('exchange', '')}"
+    "row",
+    [H200[0], *EXTRA],
+    ids=lambda row: f"{row['case']} {row['recipe']} {row['extra'].get('exchange', '')}",
 )
 def test_h200(row):
     """Breaks if memory is off by more than 25 % from what XLA allotted on one or two H200s, or the time from the
     measured one."""
-    name, tokens = row["case"].split(" ")[0], int(row["case"].split(" T")[1].split(" ")[0])
-    config, extra = next(block.config for block in PERF if block.name == name), row["extra"]
-    options = dict(recipe=None if row["recipe"] == "none" else row["recipe"], exchange=extra.get("exchange", "auto"))
-    found = estimate(config, extra.get("mesh", {}), tokens, param_dtype="bfloat16", buffer_factor=None, **options)
-    m, width = found.memory, tokens * config.d_model * 2
+    name = row["case"].split(" ")[0]
+    tokens = int(row["case"].split(" T")[1].split(" ")[0])
+    config = next(block.config for block in PERF if block.name == name)
+    extra = row["extra"]
+    options = dict(
+        recipe=None if row["recipe"] == "none" else row["recipe"],
+        exchange=extra.get("exchange", "auto"),
+    )
+    estimated = estimate(
+        config,
+        extra.get("mesh", {}),
+        tokens,
+        param_dtype="bfloat16",
+        buffer_factor=None,
+        **options,
+    )
+    m = estimated.memory
+    width = tokens * config.d_model * 2
     got = m.weights + m.saved + m.temporary + width  # dy; temporary has the gradients, y and dx
     assert got == pytest.approx(sum(extra["compiled_bytes"].values()), rel=0.25)
-    assert found.seconds * 1e6 == pytest.approx(row["us"], rel=0.25)
+    assert estimated.seconds * 1e6 == pytest.approx(row["us"], rel=0.25)
 
 
 def test_rates_are_measured():
@@ -143,7 +204,8 @@ def test_rates_are_measured():
 def test_memory_of_a_balanced_load():
     """Breaks if a model whose balanced load fits is said to need the worst case, or the reverse."""
     options = dict(recipe="fp8_block", exchange="all_to_all", layers=1, kernels="xla")
-    small, worst = (estimate("qwen3-30b", {"ep": 8}, 8192, buffer_factor=f, **options).memory for f in (1.25, None))
+    small = estimate("qwen3-30b", {"ep": 8}, 8192, buffer_factor=1.25, **options).memory
+    worst = estimate("qwen3-30b", {"ep": 8}, 8192, buffer_factor=None, **options).memory
     assert small.saved < 0.55e9 and worst.saved > 2.5e9
 
 
@@ -196,22 +258,30 @@ def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
     config = moax.MoEConfig(d_model=160, d_ff=96, num_experts=16, top_k=2)
     slot = routed(config, tokens, ranks)
     sent = (slot < tokens).sum(0).astype(np.int32)
-    kept = np.broadcast_to(sent, (ranks, ranks))
-    plan = plan_sends(jnp.asarray(slot), jnp.asarray(sent), jnp.asarray(kept), 0, tokens * config.top_k)
+    counts = np.broadcast_to(sent, (ranks, ranks))
+    plan = plan_sends(
+        jnp.asarray(slot),
+        jnp.asarray(sent),
+        jnp.asarray(counts),
+        0,
+        tokens * config.top_k,
+    )
     remote = int(plan.places[0, 1, -1]) - int(sent[0])
-    found = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire),
+    estimated = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire),
                      exchange="one_sided", kernels="xla")  # fmt: skip
-    row, words = (320, 16) if wire is None else (160, 32)  # ids and weights; and two scales, 24 bytes of 32
-    plan_bytes = sum(t.bytes for t in found.transfers["dispatch"] if t.kind == "all-gather")
+    # A row has ids and weights, and with a wire two scales: 24 bytes of 32.
+    row, words = (320, 16) if wire is None else (160, 32)
+    plan_bytes = sum(t.bytes for t in estimated.transfers["dispatch"] if t.kind == "all-gather")
     assert plan_bytes == (ranks - 1) * ranks * (tokens // 32) * 4
-    assert found.wire_bytes("dispatch") - plan_bytes == pytest.approx(remote * (row + words), rel=0.02)
-    assert found.wire_bytes("dispatch_grad") == pytest.approx(remote * (320 + 16), rel=0.02)
+    expected = pytest.approx(remote * (row + words), rel=0.02)
+    assert estimated.wire_bytes("dispatch") - plan_bytes == expected
+    assert estimated.wire_bytes("dispatch_grad") == pytest.approx(remote * (320 + 16), rel=0.02)
 
 
 def test_one_sided_is_of_one_host():
     """Breaks if one_sided is estimated on more GPUs than a host has, or asked of this machine."""
-    found = estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla")
-    assert found.plan.first.exchange.transport == "all_gather"
+    estimated = estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla")
+    assert estimated.plan.first.exchange.transport == "all_gather"
     with pytest.raises(moax.Unsupported, match="the 8 GPUs of one host, and the mesh has 16"):
         estimate(SHARED, {"ep": 16}, 64, exchange="one_sided")
 
@@ -219,14 +289,22 @@ def test_one_sided_is_of_one_host():
 def test_wire_results():
     """Breaks if the weights' bytes are not those of the committed table of compiled blocks."""
     for row in rows_of("wire.json")[:2]:
-        found = estimate(row["model"], {"fsdp": 2, "ep": 4}, 1024, recipe=row["recipe"], layers=1, kernels="xla")
-        assert found.wire_bytes("gather_weight") == row["gathered"]
-        assert found.wire_bytes("scatter_gradient") == row["reduce_scattered"]
+        estimated = estimate(
+            row["model"],
+            {"fsdp": 2, "ep": 4},
+            1024,
+            recipe=row["recipe"],
+            layers=1,
+            kernels="xla",
+        )
+        assert estimated.wire_bytes("gather_weight") == row["gathered"]
+        assert estimated.wire_bytes("scatter_gradient") == row["reduce_scattered"]
 
 
 def test_remat_gathers_and_sends_again():
     """Breaks if remat does not save memory, or if its second forward costs no bytes."""
-    once, twice = (estimate(SHARED, {"fsdp": 2, "ep": 4}, 256, remat=remat, kernels="xla") for remat in (False, True))
+    once = estimate(SHARED, {"fsdp": 2, "ep": 4}, 256, remat=False, kernels="xla")
+    twice = estimate(SHARED, {"fsdp": 2, "ep": 4}, 256, remat=True, kernels="xla")
     assert twice.memory.saved < once.memory.saved / 2
     assert twice.wire_bytes("dispatch") == 2 * once.wire_bytes("dispatch") > 0
     assert twice.wire_bytes("combine") == once.wire_bytes("combine")
@@ -234,8 +312,9 @@ def test_remat_gathers_and_sends_again():
 
 def test_links():
     """Breaks if a group inside a host does not take NVLink, or if a stride of 8 devices does."""
-    found, on = estimate(SHARED, {"fsdp": 2, "ep": 8}, 64, kernels="xla"), HARDWARE["h200"]
-    assert (found.link(("ep",)), found.link(("fsdp",))) == (on.nvlink, on.network)
+    estimated = estimate(SHARED, {"fsdp": 2, "ep": 8}, 64, kernels="xla")
+    on = HARDWARE["h200"]
+    assert (estimated.link(("ep",)), estimated.link(("fsdp",))) == (on.nvlink, on.network)
     alone = estimate(SHARED, {}, 64, kernels="xla")
     assert alone.transfers == {} and set(alone.times) == {"products", "device memory"}
 
@@ -258,9 +337,9 @@ def test_links():
 )
 def test_errors(kwargs, message):
     """Breaks if a wrong argument is not named in an error."""
-    given = {"model": "qwen3-30b", "mesh": {"ep": 2}, "tokens": 64} | kwargs
+    arguments = {"model": "qwen3-30b", "mesh": {"ep": 2}, "tokens": 64} | kwargs
     with pytest.raises(ValueError, match=message):
-        estimate(**given)
+        estimate(**arguments)
 
 
 def test_text():
@@ -269,4 +348,5 @@ def test_text():
     said = str(estimate(hf.config_from_hf(folder), {"fsdp": 2, "ep": 2}, 64))
     assert said.startswith("1 MoE layer of 8 experts, 3 a token") and "scatter_gradient" in said
     assert "wi         (8, 24, 2, 16)  (('ep', 'fsdp'), None, None, None)  (2, 24, 2, 16)" in said
-    assert re.search(r"wo +\(8, 16, 24\) .* \(2, 16, 24\)\n", said) and re.search(r"dispatch +[\d.]+ +[\d.]+\n", said)
+    assert re.search(r"wo +\(8, 16, 24\) .* \(2, 16, 24\)\n", said)
+    assert re.search(r"dispatch +[\d.]+ +[\d.]+\n", said)

@@ -34,11 +34,13 @@ def back(exported: export.Exported) -> export.Exported:
 def test_a_symbolic_number_of_tokens():
     """Breaks if a served program must be compiled for each number of tokens, or is wrong for one that is no multiple of
     anything; or if `MoEParams` and `MoEStats` are not known to `jax.export`."""
-    params, (tokens,) = moax.init(jax.random.key(0), FULL), export.symbolic_shape("t")
+    params = moax.init(jax.random.key(0), FULL)
+    (tokens,) = export.symbolic_shape("t")
     block = jax.jit(lambda x, p: moax.moe(x, p, FULL, recipe="fp8_block"))
     program = back(export.export(block)(jax.ShapeDtypeStruct((tokens, 16), jnp.float32), params))
     for rows in (1, 301):
-        got, want = program.call(x_of(rows), params), block(x_of(rows), params)
+        got = program.call(x_of(rows), params)
+        want = block(x_of(rows), params)
         assert type(got[1]) is moax.MoEStats
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
@@ -47,7 +49,8 @@ def test_a_symbolic_number_of_tokens():
 @pytest.mark.more
 def test_gradients_of_a_symbolic_number_of_tokens():
     """Breaks if an exported loss has no gradient."""
-    params, (batch, seq) = moax.init(jax.random.key(0), FULL), export.symbolic_shape("b, s")
+    params = moax.init(jax.random.key(0), FULL)
+    batch, seq = export.symbolic_shape("b, s")
 
     @jax.jit
     def loss(x, p):
@@ -56,7 +59,8 @@ def test_gradients_of_a_symbolic_number_of_tokens():
 
     program = back(export.export(loss)(jax.ShapeDtypeStruct((batch, seq, 16), jnp.float32), params))
     x = x_of(12).reshape(3, 4, 16)
-    got, want = jax.grad(program.call, (0, 1))(x, params), jax.grad(loss, (0, 1))(x, params)
+    got = jax.grad(program.call, (0, 1))(x, params)
+    want = jax.grad(loss, (0, 1))(x, params)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -64,13 +68,15 @@ def test_gradients_of_a_symbolic_number_of_tokens():
 @pytest.mark.parametrize("way", ["shard_map", pytest.param("explicit", marks=pytest.mark.more)])
 def test_on_a_mesh(way):
     """Breaks if the program of a mesh cannot be written to a file and run by another process on such a mesh."""
-    mesh, tokens = make_mesh("2x4", way), P(("fsdp", "ep"))
+    mesh = make_mesh("2x4", way)
+    tokens = P(("fsdp", "ep"))
     with jax.set_mesh(mesh):
         params = moax.init(jax.random.key(0), BARE)
         x = jax.device_put(x_of(16), NamedSharding(mesh, tokens))
         block = jax.jit(lambda x, p: moax.moe(x, p, BARE, engine="shard_map", recipe="fp8_block"))
         program = back(export.export(block)(x, params))
-        got, want = jax.jit(program.call)(x, params), block(x, params)
+        got = jax.jit(program.call)(x, params)
+        want = block(x, params)
     assert program.nr_devices == 8
     np.testing.assert_array_equal(got[0], want[0])
     assert got[1].tokens_per_expert.sum() == 32
@@ -83,7 +89,8 @@ def test_the_engine_that_cannot():
         block = jax.jit(lambda x, p: moax.moe(x, p, BARE)[0])
         block.lower(x_of(16), params)
         with pytest.raises(
-            moax.Unsupported, match="cannot serialize engine='custom_partitioning'.*use engine='shard_map'"
+            moax.Unsupported,
+            match="cannot serialize engine='custom_partitioning'.*use engine='shard_map'",
         ):
             export.export(block)(x_of(16), params)
 

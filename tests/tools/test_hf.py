@@ -51,7 +51,13 @@ def assert_same(got, want):
         assert bits(got[name]) == bits(want[name]), name
 
 
-def random_state(config: MoEConfig, family: str, dtype, prefix: str = "", stacked=False) -> dict[str, np.ndarray]:
+def random_state(
+    config: MoEConfig,
+    family: str,
+    dtype,
+    prefix: str = "",
+    stacked=False,
+) -> dict[str, np.ndarray]:
     """Random bits under the names of a family: NaNs, infinities and subnormals among them."""
     generator = np.random.default_rng(0)
     size = np.dtype(dtype).itemsize
@@ -64,7 +70,8 @@ def random_state(config: MoEConfig, family: str, dtype, prefix: str = "", stacke
 
 def test_config_to_hf_knows_what_a_model_cannot_be():
     """Breaks if a checkpoint is written whose config.json is another function than its weights were trained for."""
-    config = MoEConfig(8, 16, 4, 2)  # softmax over all, the best two over their sum: Mixtral's by another name
+    # Softmax over all, and the best two over their sum, is Mixtral's routing by another name.
+    config = MoEConfig(8, 16, 4, 2)
     assert hf.config_from_hf(hf.config_to_hf(config, "mixtral")).router == BEST
     losses = RouterConfig(aux_loss=0.01, sequence_aux_loss=0.01)
     trained = dataclasses.replace(config, router=losses, capacity_factor=1.25, weights_at="hidden")
@@ -106,25 +113,36 @@ def test_spellings_are_the_same_layer():
     params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0)
     stacked = hf.params_to_hf(params, config, "deepseek_v3", stacked=True)
     one = hf.params_to_hf(params, config, "deepseek_v3")
-    gate, up = one["experts.3.gate_proj.weight"], one["experts.3.up_proj.weight"]
+    gate = one["experts.3.gate_proj.weight"]
+    up = one["experts.3.up_proj.weight"]
     assert bits(stacked["experts.gate_up_proj"][3]) == bits(np.concatenate([gate, up]))
     assert bits(stacked["experts.down_proj"][3]) == bits(one["experts.3.down_proj.weight"])
 
 
 LAYOUTS = [
-    ("2x4", "experts", AxisType.Auto), ("2x4", "model", AxisType.Explicit), ("tp2x2x2", "model", AxisType.Auto),
+    ("2x4", "experts", AxisType.Auto),
+    ("2x4", "model", AxisType.Explicit),
+    ("tp2x2x2", "model", AxisType.Auto),
     ("dp2x2x2", "experts", AxisType.Explicit),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
     ("family", "mesh", "fsdp_dim", "kind"),
-    some([("deepseek_v3", *LAYOUTS[2]), ("gpt_oss", *LAYOUTS[1]), ("gpt_oss", *LAYOUTS[3]),
-          *((family, *layout) for family in ("deepseek_v3", "gpt_oss") for layout in LAYOUTS[:2])], 2),
-)  # fmt: skip
+    some(
+        [
+            ("deepseek_v3", *LAYOUTS[2]),
+            ("gpt_oss", *LAYOUTS[1]),
+            ("gpt_oss", *LAYOUTS[3]),
+            *((family, *layout) for family in ("deepseek_v3", "gpt_oss") for layout in LAYOUTS[:2]),
+        ],
+        2,
+    ),
+)
 def test_layouts(family, mesh, fsdp_dim, kind):
     """Breaks if a shard gets another's part, or an array another layout than `param_specs` says."""
-    config, axes = tiny(family), moax.Axes(fsdp_dim=fsdp_dim)
+    config = tiny(family)
+    axes = moax.Axes(fsdp_dim=fsdp_dim)
     sizes = MESHES[mesh]
     on = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
     want = hf.params_from_hf(DATA / family / "model.safetensors", config, layer=0)
@@ -132,13 +150,17 @@ def test_layouts(family, mesh, fsdp_dim, kind):
         got = hf.params_from_hf(DATA / family / "model.safetensors", config, layer=0, axes=axes)
     specs = moax.param_specs(config, axes, on)
     for field in DIMS:
-        have, array = getattr(got, field), getattr(want, field)
+        have = getattr(got, field)
+        array = getattr(want, field)
         assert (have is None) == (array is None)
         if have is not None:
             assert have.sharding == NamedSharding(on, getattr(specs, field)), field
             assert bits(have) == bits(array), field
             for shard in have.addressable_shards:
-                assert bits(shard.data) == bits(np.asarray(array)[shard.index]), (field, shard.index)
+                assert bits(shard.data) == bits(np.asarray(array)[shard.index]), (
+                    field,
+                    shard.index,
+                )
     with jax.set_mesh(on):
         written = hf.params_to_hf(got, config, family)
     assert_same(written, hf.params_to_hf(want, config, family))
@@ -150,7 +172,8 @@ def test_reads_one_expert_at_a_time(tmp_path, monkeypatch, stacked):
     config = dataclasses.replace(tiny("qwen3_moe"), d_model=64, d_ff=32, num_experts=16)
     state = random_state(config, "qwen3_moe", jnp.bfloat16, stacked=stacked)
     safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
-    reads, real = [], Entry.read
+    reads = []
+    real = Entry.read
     monkeypatch.setattr(Entry, "read", lambda *part: reads.append(real(*part)) or reads[-1])
     mesh = jax.make_mesh((2, 4), ("fsdp", "ep"))
     hf.params_from_hf(tmp_path, config, mesh=mesh, model_type="qwen3_moe")
@@ -184,11 +207,14 @@ def test_two_processes():
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     start = functools.partial(
-        subprocess.Popen, env={"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        subprocess.Popen,
+        env={"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    found = hf.Checkpoint(DATA / "olmoe" / "model.safetensors")
-    experts = sum(found[name].nbytes for name in found if ".experts." in name)
-    router = found["model.layers.0.mlp.gate.weight"].nbytes
+    checkpoint = hf.Checkpoint(DATA / "olmoe" / "model.safetensors")
+    experts = sum(checkpoint[name].nbytes for name in checkpoint if ".experts." in name)
+    router = checkpoint["model.layers.0.mlp.gate.weight"].nbytes
     workers = [start([sys.executable, "-c", WORKER, address, str(rank), str(DATA / "olmoe")]) for rank in range(2)]
     try:
         for worker in workers:
@@ -205,8 +231,21 @@ def test_two_processes():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_of_a_load():
     """Breaks if loading takes memory beside the arrays: an expert's tensor is 2 MiB here, a layer 384 MiB."""
-    command = [sys.executable, str(ROOT / "scripts" / "hf_load.py"), "--gib", "0.25", "--limit", "192"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={"PYTHONPATH": str(ROOT / "src")})
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "hf_load.py"),
+        "--gib",
+        "0.25",
+        "--limit",
+        "192",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: True" in done.stdout
 
@@ -222,7 +261,12 @@ def test_a_router_that_cannot_learn(name):
 def test_dtype():
     """Breaks if `dtype` is not that of the parameters, or the selection bias loses bits to it."""
     config = tiny("deepseek_v3")
-    params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0, dtype=jnp.bfloat16)
+    params = hf.params_from_hf(
+        DATA / "deepseek_v3" / "model.safetensors",
+        config,
+        layer=0,
+        dtype=jnp.bfloat16,
+    )
     assert params.wi.dtype == params.router.dtype == params.shared_wo.dtype == jnp.bfloat16
     assert params.router_bias.dtype == jnp.float32
     deepseek = functools.partial(hf.params_from_hf, config=config, model_type="deepseek_v3")
@@ -233,7 +277,10 @@ def test_dtype():
         deepseek(state)
     assert deepseek(state, dtype=np.float32).wi.dtype == np.float32
     wide = {name: array.astype(np.float64) for name, array in state.items()}
-    with pytest.raises(ValueError, match="would be float64, which JAX has with jax_enable_x64 alone"):
+    with pytest.raises(
+        ValueError,
+        match="would be float64, which JAX has with jax_enable_x64 alone",
+    ):
         deepseek(wide)
     with pytest.raises(ValueError, match="would be float64"):
         deepseek(state, dtype=np.float64)
@@ -243,21 +290,27 @@ def test_dtype():
 
 def test_mxfp4(tmp_path):
     """Breaks if GPT-OSS's published experts are not worth what transformers says, to the last bit."""
-    found = hf.Checkpoint(DATA / "mxfp4.safetensors")
-    experts, rows, groups, _ = found.entry("blocks").shape
+    checkpoint = hf.Checkpoint(DATA / "mxfp4.safetensors")
+    experts, rows, groups, _ = checkpoint.entry("blocks").shape
     config = MoEConfig(32 * groups, rows // 2, experts, 2, activation="swiglu_oai", use_bias=True,
                        router=dataclasses.replace(BEST, logits_bias=True))  # fmt: skip
     gpt_oss = functools.partial(hf.params_from_hf, config=config, model_type="gpt_oss")
     plain = random_state(config, "gpt_oss", jnp.bfloat16)
     packed = {name: array for name, array in plain.items() if name != "experts.gate_up_proj"}
-    packed |= {"experts.gate_up_proj_blocks": found["blocks"], "experts.gate_up_proj_scales": found["scales"]}
+    packed |= {
+        "experts.gate_up_proj_blocks": checkpoint["blocks"],
+        "experts.gate_up_proj_scales": checkpoint["scales"],
+    }
     params = gpt_oss(packed)
     assert params.wi.dtype == jnp.bfloat16
-    assert_same(hf.params_to_hf(params, config, "gpt_oss"), plain | {"experts.gate_up_proj": found["values"]})
+    assert_same(
+        hf.params_to_hf(params, config, "gpt_oss"),
+        plain | {"experts.gate_up_proj": checkpoint["values"]},
+    )
     safetensors.numpy.save_file(packed, tmp_path / "model.safetensors")
     assert_same(hf.params_to_hf(gpt_oss(tmp_path), config, "gpt_oss"),
-                plain | {"experts.gate_up_proj": found["values"]})  # fmt: skip
-    packed["experts.gate_up_proj_scales"] = found["scales"].repeat(2, 2)
+                plain | {"experts.gate_up_proj": checkpoint["values"]})  # fmt: skip
+    packed["experts.gate_up_proj_scales"] = checkpoint["scales"].repeat(2, 2)
     with pytest.raises(Unsupported, match="experts.gate_up_proj_scales has shape"):
         gpt_oss(packed)
 
@@ -279,7 +332,9 @@ def test_fp8_checkpoint(tmp_path):
     """Breaks if a checkpoint whose experts are fp8 with scales is not read as their product."""
     config = tiny("deepseek_v3")
     state = hf.params_to_hf(
-        hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0), config, "deepseek_v3"
+        hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0),
+        config,
+        "deepseek_v3",
     )
     deepseek = functools.partial(hf.params_from_hf, config=config, model_type="deepseek_v3")
     name = "experts.5.down_proj.weight"
@@ -301,13 +356,22 @@ FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 def deepseek_v4(kind: str) -> tuple[MoEConfig, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A config, a layer as DeepSeek-V4 is published, and its values: FP8 for "base"; FP4 and FP8 for "flash"."""
-    values = {"model_type": "deepseek_v4", "hidden_size": 192, "moe_intermediate_size": 160, "n_routed_experts": 2,
-              "num_experts_per_tok": 2}  # fmt: skip
-    config, generator = hf.config_from_hf(values), np.random.default_rng(0)
+    values = {
+        "model_type": "deepseek_v4",
+        "hidden_size": 192,
+        "moe_intermediate_size": 160,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 2,
+    }
+    config = hf.config_from_hf(values)
+    generator = np.random.default_rng(0)
     scale_dtype = np.float32 if kind == "base" else jnp.float8_e8m0fnu
-    state, plain = {}, {}
+    state = {}
+    plain = {}
     for tensor in tensors_of(layout_of("deepseek_v4"), config):
-        name, shape, (rows, columns) = tensor.name, tensor.shape, (*tensor.shape, 1)[:2]
+        name = tensor.name
+        shape = tensor.shape
+        rows, columns = (*tensor.shape, 1)[:2]
         if "experts" not in name:
             state[name] = plain[name] = generator.standard_normal(shape).astype(np.float32)
             continue
@@ -337,8 +401,18 @@ def test_deepseek_v4_as_published(tmp_path, kind):
         name: Output(array.dtype, array.shape, lambda array=array: iter([array])) for name, array in whole.items()
     }
     write_files(tmp_path, outputs, 2**30)
-    for source, where in ((whole, dict(layer=3)), (tmp_path, dict(layer=3)), (whole, dict(prefix="mtp.0.ffn."))):
-        params = hf.params_from_hf(source, config, model_type="deepseek_v4", dtype=np.float32, **where)
+    for source, where in (
+        (whole, dict(layer=3)),
+        (tmp_path, dict(layer=3)),
+        (whole, dict(prefix="mtp.0.ffn.")),
+    ):
+        params = hf.params_from_hf(
+            source,
+            config,
+            model_type="deepseek_v4",
+            dtype=np.float32,
+            **where,
+        )
         assert_same(hf.params_to_hf(params, config, "deepseek_v4"), plain)
 
 
@@ -351,8 +425,18 @@ def test_deepseek_v4_as_published(tmp_path, kind):
             lambda a: a.view(np.uint8),
             r"w2.scale has dtype uint8; scales of .*, int8, must be float8_e8m0fnu",
         ),
-        ("flash", "experts.1.w2.scale", lambda a: a[:, :-1], r"scale has shape \(192, 4\).* must be \(192, 5\)"),
-        ("flash", "experts.1.w2.weight", lambda a: a[:, :-8], r"holds values of shape \(192, 144\); this config needs"),
+        (
+            "flash",
+            "experts.1.w2.scale",
+            lambda a: a[:, :-1],
+            r"scale has shape \(192, 4\).* must be \(192, 5\)",
+        ),
+        (
+            "flash",
+            "experts.1.w2.weight",
+            lambda a: a[:, :-8],
+            r"holds values of shape \(192, 144\); this config needs",
+        ),
         (
             "flash",
             "experts.1.w2.scale",
@@ -377,7 +461,12 @@ def test_deepseek_v4_as_published(tmp_path, kind):
             lambda a: 0 * a,
             "w2.scale has a scale of 0.0; scales must be finite and above 0",
         ),
-        ("base", "experts.1.w2.scale", lambda a: a.repeat(2, 0), r"scale has shape \(4, 2\).* must be \(2, 2\)"),
+        (
+            "base",
+            "experts.1.w2.scale",
+            lambda a: a.repeat(2, 0),
+            r"scale has shape \(4, 2\).* must be \(2, 2\)",
+        ),
     ],
 )
 def test_deepseek_v4_refuses(kind, name, change, says):
@@ -446,7 +535,10 @@ def test_mesh_must_divide():
     """Breaks if a mesh that does not divide the experts is not refused by their name."""
     config = tiny("olmoe")
     mesh = jax.make_mesh((3,), ("ep",), devices=jax.devices()[:3])
-    with pytest.raises(ValueError, match="params.wi: dim 0 of size 8 is not divisible by mesh axes"):
+    with pytest.raises(
+        ValueError,
+        match="params.wi: dim 0 of size 8 is not divisible by mesh axes",
+    ):
         hf.params_from_hf(DATA / "olmoe" / "model.safetensors", config, layer=0, mesh=mesh)
 
 
@@ -455,16 +547,30 @@ def test_files(tmp_path, shard_bytes):
     """Breaks if the reference implementation reads other tensors from our files than we wrote, or we from its; the
     tensors of a model around its MoE layers must come through too."""
     source = random_state(tiny("olmoe"), "olmoe", jnp.bfloat16, "model.layers.1.mlp.")
-    source |= {"model.norm.weight": np.ones(24, np.float32), "model.step": np.int64([7]), "flags": np.array([True])}
+    source |= {
+        "model.norm.weight": np.ones(24, np.float32),
+        "model.step": np.int64([7]),
+        "flags": np.array([True]),
+    }
     (tmp_path / "in").mkdir()
     safetensors.numpy.save_file(source, tmp_path / "in" / "model.safetensors")
-    config, found = tiny("olmoe"), hf.Checkpoint(tmp_path / "in")
-    assert_same(dict(found), source)
-    params = hf.params_from_hf(found, config, layer=1, model_type="olmoe")
+    config = tiny("olmoe")
+    checkpoint = hf.Checkpoint(tmp_path / "in")
+    assert_same(dict(checkpoint), source)
+    params = hf.params_from_hf(checkpoint, config, layer=1, model_type="olmoe")
     values = json.loads((DATA / "olmoe" / "config.json").read_text())
     out = tmp_path / "out"
-    files = hf.save_hf(out, {1: params}, config, "olmoe", others=found, hf_config=values, shard_bytes=shard_bytes)
-    assert (len(files) > 1) == (shard_bytes < 2**30) and sorted(files) == sorted(out.glob("*.safetensors"))
+    files = hf.save_hf(
+        out,
+        {1: params},
+        config,
+        "olmoe",
+        others=checkpoint,
+        hf_config=values,
+        shard_bytes=shard_bytes,
+    )
+    assert (len(files) > 1) == (shard_bytes < 2**30)
+    assert sorted(files) == sorted(out.glob("*.safetensors"))
     theirs = {}
     for file in files:
         theirs |= safetensors.numpy.load_file(file)
@@ -484,21 +590,40 @@ def test_files(tmp_path, shard_bytes):
 def test_save_replaces_a_layer(tmp_path):
     """Breaks if a fine-tuned layer is written beside its old weights, or another layer is lost: stacked experts in
     place of one tensor each, float32 weights in place of bfloat16."""
-    config, old = tiny("mixtral"), {}
+    config = tiny("mixtral")
+    old = {}
     for layer in range(2):
-        old |= random_state(config, "mixtral", jnp.bfloat16, f"model.layers.{layer}.block_sparse_moe.")
+        old |= random_state(
+            config,
+            "mixtral",
+            jnp.bfloat16,
+            f"model.layers.{layer}.block_sparse_moe.",
+        )
     new = moax.init(jax.random.key(0), config)
     values = hf.config_to_hf(config, "mixtral")
-    hf.save_hf(tmp_path, {1: new}, config, others=old, hf_config=values, stacked=True, dtype=jnp.bfloat16)
-    found = hf.Checkpoint(tmp_path)
-    assert_same({n: found[n] for n in found if ".0." in n}, {n: old[n] for n in old if "layers.0." in n})
-    assert not [name for name in found if ".1.block_sparse_moe" in name]
+    hf.save_hf(
+        tmp_path,
+        {1: new},
+        config,
+        others=old,
+        hf_config=values,
+        stacked=True,
+        dtype=jnp.bfloat16,
+    )
+    checkpoint = hf.Checkpoint(tmp_path)
+    assert_same(
+        {n: checkpoint[n] for n in checkpoint if ".0." in n},
+        {n: old[n] for n in old if "layers.0." in n},
+    )
+    assert not [name for name in checkpoint if ".1.block_sparse_moe" in name]
     again = hf.params_from_hf(tmp_path, config, layer=1)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(new), strict=True):
         assert bits(one) == bits(other.astype(jnp.bfloat16))
     assert hf.config_from_hf(tmp_path) == config
-    bare = {name.removeprefix("model."): array for name, array in old.items()}  # as a model without a head is saved
-    bare["visual.blocks.0.mlp.fc1.weight"] = np.ones(1, np.float32)  # blocks without experts are no MoE layers
+    # A model without a head is saved so.
+    bare = {name.removeprefix("model."): array for name, array in old.items()}
+    # Blocks without experts are no MoE layers.
+    bare["visual.blocks.0.mlp.fc1.weight"] = np.ones(1, np.float32)
     params = hf.params_from_hf(bare, config, layer=1, model_type="mixtral")
     hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=bare, hf_config={})
     assert_same(dict(hf.Checkpoint(tmp_path / "bare")), bare)
@@ -526,17 +651,40 @@ def test_save_refuses(tmp_path):
     two = {f"{stem}.layers.0.mlp.gate.weight": np.ones(1, np.float32) for stem in "ab"}
     for others, options, error, says in (
         ({"a_scale_inv": np.ones(1)}, {}, Unsupported, "others: a_scale_inv is quantized"),
-        ({"a.scale": np.ones(1, jnp.float8_e8m0fnu)}, {}, Unsupported, "others: a.scale is quantized"),
+        (
+            {"a.scale": np.ones(1, jnp.float8_e8m0fnu)},
+            {},
+            Unsupported,
+            "others: a.scale is quantized",
+        ),
         ({"a.weight": np.ones(1, np.int8)}, {}, Unsupported, "others: a.weight is quantized"),
         (two, {}, Unsupported, "layers start with 'a.layers.' and with 'b.layers.'; give prefix="),
-        (two, dict(hf_config=None), ValueError, "others has no config.json beside it; give hf_config="),
-        ({}, dict(model_type=None), ValueError, "model_type=None, and neither others nor hf_config says it"),
-        ({}, dict(hf_config=dict(model_type="olmoe")), ValueError, "'mixtral', and config.json has 'olmoe'"),
+        (
+            two,
+            dict(hf_config=None),
+            ValueError,
+            "others has no config.json beside it; give hf_config=",
+        ),
+        (
+            {},
+            dict(model_type=None),
+            ValueError,
+            "model_type=None, and neither others nor hf_config says it",
+        ),
+        (
+            {},
+            dict(hf_config=dict(model_type="olmoe")),
+            ValueError,
+            "'mixtral', and config.json has 'olmoe'",
+        ),
         ({}, dict(prefix="mtp.layers.0."), ValueError, "prefix='mtp.layers.0.' must have {layer}"),
     ):
         with pytest.raises(error, match=says):
             hf.save_hf(
-                tmp_path, {0: params}, config, **dict(others=others, hf_config={}, model_type="mixtral") | options
+                tmp_path,
+                {0: params},
+                config,
+                **dict(others=others, hf_config={}, model_type="mixtral") | options,
             )
     assert not list(tmp_path.iterdir())
 
@@ -545,12 +693,20 @@ def test_an_old_index_is_refused(tmp_path):
     """Breaks if a file is written beside an index that names others: nobody can read the folder."""
     config = tiny("mixtral")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
-    with pytest.raises(ValueError, match="holds model.safetensors.index.json already; give a new one"):
+    with pytest.raises(
+        ValueError,
+        match="holds model.safetensors.index.json already; give a new one",
+    ):
         hf.save_hf(tmp_path, {}, config, "mixtral")
     assert len(list(tmp_path.iterdir())) == 1
 
 
-WHOLE = {"architectures": ["A"], "num_hidden_layers": 2, "vocab_size": 8, "router_aux_loss_coef": 0.1}
+WHOLE = {
+    "architectures": ["A"],
+    "num_hidden_layers": 2,
+    "vocab_size": 8,
+    "router_aux_loss_coef": 0.1,
+}
 
 
 def test_the_config_of_others_is_written(tmp_path):
@@ -561,14 +717,21 @@ def test_the_config_of_others_is_written(tmp_path):
     state = random_state(config, "mixtral", np.float32, "model.layers.1.block_sparse_moe.") | {"a": np.ones(1)}
     params = hf.params_from_hf(state, config, layer=1, model_type="mixtral")
     hf.save_hf(tmp_path / "whole", {1: params}, config, others=state, hf_config=values)
-    found = hf.Checkpoint(tmp_path / "whole")
-    hf.save_hf(tmp_path / "out", {1: params}, config, "mixtral", others=found)
+    checkpoint = hf.Checkpoint(tmp_path / "whole")
+    hf.save_hf(tmp_path / "out", {1: params}, config, "mixtral", others=checkpoint)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == values
-    hf.save_hf(tmp_path / "named", {1: params}, config, others=found, hf_config={"vocab_size": 9})
-    assert json.loads((tmp_path / "named" / "config.json").read_text()) == values | {"vocab_size": 9}
+    hf.save_hf(
+        tmp_path / "named",
+        {1: params},
+        config,
+        others=checkpoint,
+        hf_config={"vocab_size": 9},
+    )
+    expected = values | {"vocab_size": 9}
+    assert json.loads((tmp_path / "named" / "config.json").read_text()) == expected
     (tmp_path / "whole" / "config.json").unlink()
     with pytest.raises(ValueError, match="others has no config.json beside it"):
-        hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=found)
+        hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=checkpoint)
     assert not (tmp_path / "bare").exists()
 
 
@@ -578,10 +741,18 @@ def test_a_nested_config_is_changed_where_it_is_read(tmp_path, nested):
     config = tiny("qwen3_moe")
     quantization = {"quantization_config": {"quant_method": "fp8"}}
     inner = hf.config_to_hf(config, "qwen3_moe") | WHOLE
-    values = functools.reduce(lambda inner, part: {part: inner | quantization}, reversed(nested), inner | quantization)
+    values = functools.reduce(
+        lambda inner, part: {part: inner | quantization},
+        reversed(nested),
+        inner | quantization,
+    )
     outside = {} if not nested else {"model_type": "qwen3_moe", "vision_config": {"depth": 2}}
     wider = dataclasses.replace(config, d_ff=2 * config.d_ff, num_experts=4)
-    params = hf.params_from_hf(random_state(wider, "qwen3_moe", np.float32), wider, model_type="qwen3_moe")
+    params = hf.params_from_hf(
+        random_state(wider, "qwen3_moe", np.float32),
+        wider,
+        model_type="qwen3_moe",
+    )
     hf.save_hf(tmp_path, {0: params}, wider, "qwen3_moe", hf_config=values | outside)
     assert hf.config_from_hf(tmp_path) == wider
     sizes = {"moe_intermediate_size": wider.d_ff, "num_experts": 4}

@@ -29,9 +29,20 @@ TINY = KNOWN["tiny"]
 # One family for each option of the block that only some families have, and for each way in which tensors may lie. The
 # first five are whole checkpoints with a config.json of their own, for test_hf.py.
 RECORDED = (
-    "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen2_moe", "deepseek_v2", "deepseek_v4", "llama4",
-    "gemma4", "nemotron_h", "dbrx", "granitemoeshared",
-)  # fmt: skip
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v4",
+    "llama4",
+    "gemma4",
+    "nemotron_h",
+    "dbrx",
+    "granitemoeshared",
+)
 
 
 def test_every_family_of_transformers_is_known():
@@ -60,7 +71,8 @@ def test_impossible_ones_say_why(model_type):
 @pytest.mark.parametrize("family", TINY)
 def test_config(family):
     """Breaks if a config is read as another layer after it was written, or another layer is taken for an MoE layer."""
-    values, model_type = TINY[family]["config"], TYPES_OF[family][0]
+    values = TINY[family]["config"]
+    model_type = TYPES_OF[family][0]
     config = hf.config_from_hf(values)
     assert values["model_type"] == model_type and hf.moe_layers(values)[-1] == TINY[family]["layer"]
     written = hf.config_to_hf(config, model_type)
@@ -86,16 +98,17 @@ def test_names(family):
     The text model of a multimodal family is saved as it is in memory, and the whole model as it is published; that of
     Qwen3.5 is saved with one tensor an expert, and the whole model is published with stacked experts.
     """
-    tiny, layouts = TINY[family], {}
-    for at, stacked in (("memory", True), ("disk", False)):
+    tiny = TINY[family]
+    layouts = {}
+    for where, stacked in (("memory", True), ("disk", False)):
         layout = layout_of(TYPES_OF[family][0], stacked)
-        if at == "disk" and FAMILIES[family].read:
+        if where == "disk" and FAMILIES[family].read:
             layout = FAMILIES[family].read
-        stem = next(m[1] for m in (re.match(r"(.*?(?:layers|blocks)\.)\d+\.", n) for n in tiny[at]) if m)
+        stem = next(m[1] for m in (re.match(r"(.*?(?:layers|blocks)\.)\d+\.", n) for n in tiny[where]) if m)
         prefix = f"{stem}{tiny['layer']}.{layout.block}"
         inside = block_test(prefix, layout)
-        got = {name: shape for name, shape in tiny[at].items() if inside(name)}
-        layouts[at] = got == shapes_of(family, layout, prefix)
+        got = {name: shape for name, shape in tiny[where].items() if inside(name)}
+        layouts[where] = got == shapes_of(family, layout, prefix)
     assert layouts["memory"]
     assert layouts["disk"] or tiny["disk"] == tiny["memory"]
 
@@ -103,7 +116,8 @@ def test_names(family):
 @pytest.mark.parametrize("family", TINY)
 def test_round_trip(family):
     """Breaks if a tensor of a family comes back with one other bit from MoEParams."""
-    config, model_type = hf.config_from_hf(TINY[family]["config"]), TYPES_OF[family][0]
+    config = hf.config_from_hf(TINY[family]["config"])
+    model_type = TYPES_OF[family][0]
     generator = np.random.default_rng(0)
     tensors = tensors_of(layout_of(model_type), config)
     prefix = "m.layers.3.block."
@@ -116,9 +130,18 @@ def test_round_trip(family):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    some([("gemma4", "2x4"), ("llama4", None), ("gpt_oss", "2x4"), ("deepseek_v3", None), ("mixtral", None),
-          *itertools.product(RECORDED, (None, "2x4"))], 5),
-)  # fmt: skip
+    some(
+        [
+            ("gemma4", "2x4"),
+            ("llama4", None),
+            ("gpt_oss", "2x4"),
+            ("deepseek_v3", None),
+            ("mixtral", None),
+            *itertools.product(RECORDED, (None, "2x4")),
+        ],
+        5,
+    ),
+)
 def test_parity(family, mesh):
     """Breaks if y or any gradient is not transformers' own: a transpose, interleaving, a bias, weights at the input,
     the gate of the shared expert, the router's input and the scales of experts, groups, a limit, one projection."""
@@ -140,9 +163,13 @@ def test_published_with_stacked_experts(model_type):
     state = {t.name: generator.standard_normal(t.shape).astype(np.float32) for t in tensors_of(one, config)}
     params = hf.params_from_hf(state, config, model_type=model_type)
     written = hf.params_to_hf(params, config, model_type)
-    assert written["experts.gate_up_proj"].shape == (config.num_experts, 2 * config.d_ff, config.d_model)
+    expected = (config.num_experts, 2 * config.d_ff, config.d_model)
+    assert written["experts.gate_up_proj"].shape == expected
     assert not [name for name in written if "experts.0." in name]
-    np.testing.assert_array_equal(written["experts.down_proj"][3], state["experts.3.down_proj.weight"])
+    np.testing.assert_array_equal(
+        written["experts.down_proj"][3],
+        state["experts.3.down_proj.weight"],
+    )
 
 
 def test_the_same_names_in_two_families():
@@ -153,7 +180,10 @@ def test_the_same_names_in_two_families():
     plain = hf.params_from_hf(state, config, model_type="gpt_oss")
     apart = hf.params_from_hf(state, config, model_type="openai_privacy_filter")
     np.testing.assert_array_equal(plain.wi[:, :, 0], state["experts.gate_up_proj"][:, :, 0::2])
-    np.testing.assert_array_equal(apart.wi[:, :, 0], state["experts.gate_up_proj"][:, :, : config.d_ff])
+    np.testing.assert_array_equal(
+        apart.wi[:, :, 0],
+        state["experts.gate_up_proj"][:, :, : config.d_ff],
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,17 +193,33 @@ def test_the_same_names_in_two_families():
         ("mixtral", dict(model_type="phimoe"), "model_type='phimoe': SparseMixer masks"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
         ("mixtral", dict(hidden_act="gelu"), "hidden_act='gelu'"),
-        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'; moax supports 'sigmoid'"),
+        (
+            "deepseek_v3",
+            dict(scoring_func="softmax"),
+            "scoring_func='softmax'; moax supports 'sigmoid'",
+        ),
         ("deepseek_v3", dict(topk_method="greedy"), "topk_method='greedy'"),
         ("deepseek_v3", dict(num_experts_per_tok=1), "norm_topk_prob with num_experts_per_tok=1"),
         ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha=1.0; moax supports 1.702"),
-        ("cohere2_moe", dict(shared_expert_combination_strategy="average"), "strategy='average'; moax supports 'sum'"),
-        ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method='noaux_tc'; moax supports 'greedy'"),
+        (
+            "cohere2_moe",
+            dict(shared_expert_combination_strategy="average"),
+            "strategy='average'; moax supports 'sum'",
+        ),
+        (
+            "deepseek_v2",
+            dict(topk_method="noaux_tc"),
+            "topk_method='noaux_tc'; moax supports 'greedy'",
+        ),
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob=True"),
         ("laguna", dict(moe_router_logit_softcapping=30.0), "moe_router_logit_softcapping=30.0"),
         ("step3p7", dict(swiglu_limits=[None, 7.0]), r"swiglu_limits=\[None, 7.0\]"),
         ("nemotron_h", dict(mlp_bias=True), "mlp_bias=True"),
-        ("dbrx", dict(ffn_config=dict(moe_normalize_expert_weights=2.0)), "moe_normalize_expert_weights=2.0"),
+        (
+            "dbrx",
+            dict(ffn_config=dict(moe_normalize_expert_weights=2.0)),
+            "moe_normalize_expert_weights=2.0",
+        ),
         ("hunyuan_v1_moe", dict(moe_topk=[1, 2]), r"moe_topk=\[1, 2\] differs from layer to layer"),
         ("gemma4", dict(enable_moe_block=False), "enable_moe_block=False"),
     ],
@@ -186,7 +232,10 @@ def test_options_that_moax_does_not_have(family, change, says):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(dict(hidden_size=None), "mixtral.*has no hidden_size"), (dict(num_experts_per_tok=9), "top_k=9")],
+    [
+        (dict(hidden_size=None), "mixtral.*has no hidden_size"),
+        (dict(num_experts_per_tok=9), "top_k=9"),
+    ],
 )
 def test_sizes_that_make_no_config(change, says):
     """Breaks if a config.json without a size fails without its name."""
@@ -206,13 +255,29 @@ def test_greedy_ignores_groups():
     [
         ("mixtral", dict(num_hidden_layers=3), (0, 1, 2)),
         ("deepseek_v3", dict(num_hidden_layers=6), (3, 4, 5)),
-        ("qwen3_moe", dict(num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3]), (1, 5, 7)),
-        ("jamba", dict(num_hidden_layers=6, expert_layer_period=2, expert_layer_offset=1), (1, 3, 5)),
-        ("ernie4_5_moe", dict(num_hidden_layers=6, moe_layer_start_index=2, moe_layer_end_index=4), (2, 3, 4)),
+        (
+            "qwen3_moe",
+            dict(num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3]),
+            (1, 5, 7),
+        ),
+        (
+            "jamba",
+            dict(num_hidden_layers=6, expert_layer_period=2, expert_layer_offset=1),
+            (1, 3, 5),
+        ),
+        (
+            "ernie4_5_moe",
+            dict(num_hidden_layers=6, moe_layer_start_index=2, moe_layer_end_index=4),
+            (2, 3, 4),
+        ),
         ("llama4", dict(num_hidden_layers=4, interleave_moe_layer_step=2), (1, 3)),
         ("llama4", dict(num_hidden_layers=4, moe_layers=[0, 2]), (0, 2)),
         ("deepseek_v3", dict(num_hidden_layers=3, first_k_dense_replace=None), (0, 1, 2)),
-        ("deepseek_v3", dict(num_hidden_layers=4, first_k_dense_replace=1, moe_layer_freq=0), (1, 2, 3)),
+        (
+            "deepseek_v3",
+            dict(num_hidden_layers=4, first_k_dense_replace=1, moe_layer_freq=0),
+            (1, 2, 3),
+        ),
         ("deepseek_v3", dict(num_hidden_layers=2, moe_layer_freq=[0, 1, 1, 1]), (1,)),
         ("nemotron_h", dict(hybrid_override_pattern="ME*E"), (1, 3)),
         ("step3p7", dict(num_hidden_layers=6, moe_layers_enum="4,5"), (4, 5)),
@@ -220,7 +285,11 @@ def test_greedy_ignores_groups():
         ("minimax_m3_vl", dict(num_hidden_layers=4, moe_layer_freq=[0, 1, 1, 1]), (1, 2, 3)),
         ("flint", dict(num_hidden_layers=4), (2, 3)),
         ("deepseek_v4", dict(num_hidden_layers=5), (3, 4)),
-        ("glm5_next", dict(num_hidden_layers=5, mlp_layer_types=["dense", "sparse"] * 2 + ["dense"]), (1, 3)),
+        (
+            "glm5_next",
+            dict(num_hidden_layers=5, mlp_layer_types=["dense", "sparse"] * 2 + ["dense"]),
+            (1, 3),
+        ),
     ],
 )
 def test_layers(family, values, layers):

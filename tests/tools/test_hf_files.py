@@ -48,7 +48,10 @@ def test_index_chooses_the_file(tmp_path, files):
     mine, old = (f"{name}.safetensors" for name in files)
     safetensors.numpy.save_file({"a": ONE}, tmp_path / mine)
     safetensors.numpy.save_file({"a": 9 * ONE, "b": 2 * ONE, "c": ONE}, tmp_path / old)
-    with pytest.raises(ValueError, match=r"a is in m-1.safetensors and in m-2.safetensors; give one of the files"):
+    with pytest.raises(
+        ValueError,
+        match=r"a is in m-1.safetensors and in m-2.safetensors; give one of the files",
+    ):
         hf.Checkpoint(tmp_path)
     write_index(tmp_path, {"a": mine, "b": old})
     state = hf.Checkpoint(tmp_path)
@@ -59,9 +62,15 @@ def test_index_chooses_the_file(tmp_path, files):
 
 
 OUTSIDE = (
-    "../secret.safetensors", "sub/../../secret.safetensors", "sub/../model.safetensors", "/secret.safetensors",
-    "..\\secret.safetensors", "C:secret.safetensors", "C:\\secret.safetensors", "\\\\host\\secret.safetensors",
-)  # fmt: skip
+    "../secret.safetensors",
+    "sub/../../secret.safetensors",
+    "sub/../model.safetensors",
+    "/secret.safetensors",
+    "..\\secret.safetensors",
+    "C:secret.safetensors",
+    "C:\\secret.safetensors",
+    "\\\\host\\secret.safetensors",
+)
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "ABSOLUTE", 3, None, ["model.safetensors"]])
@@ -73,7 +82,10 @@ def test_index_stays_in_the_folder(tmp_path, name):
         safetensors.numpy.save_file({"a": ONE}, path)
     name = str(tmp_path / "secret.safetensors") if name == "ABSOLUTE" else name
     write_index(folder, {"a": name})
-    with pytest.raises(ValueError, match=rf"{INDEX}: weight_map has 'a' in .*; it must be a file in this folder"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{INDEX}: weight_map has 'a' in .*; it must be a file in this folder",
+    ):
         hf.Checkpoint(folder)
 
 
@@ -89,8 +101,8 @@ def test_links_are_followed(tmp_path):
     assert hf.Checkpoint(snapshot)["a"] == ONE
 
 
-def tensor(start, end, shape=(1,), dtype="F32", **more) -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]} | more
+def tensor(start, end, shape=(1,), dtype="F32", **fields) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]} | fields
 
 
 WHOLE = tensor(0, 16, [4])
@@ -100,8 +112,14 @@ WHOLE = tensor(0, 16, [4])
     ("header", "says"),
     [
         ({"a": tensor(-4, 0)}, r"a has data_offsets \[-4, 0\]"),
-        ({"a": tensor(0, 16, [4]), "b": tensor(12, 16)}, "b at bytes 12 to 16 overlaps the tensor before it"),
-        ({"a": tensor(0, 4), "b": tensor(8, 16, [2])}, "b at bytes 8 to 16 leaves a hole before it"),
+        (
+            {"a": tensor(0, 16, [4]), "b": tensor(12, 16)},
+            "b at bytes 12 to 16 overlaps the tensor before it",
+        ),
+        (
+            {"a": tensor(0, 4), "b": tensor(8, 16, [2])},
+            "b at bytes 8 to 16 leaves a hole before it",
+        ),
         ({"a": tensor(4, 16, [3])}, "a at bytes 4 to 16 leaves a hole before it"),
         ({"a": tensor(0, 12, [3])}, "its tensors end at"),
         ({"a": tensor(0, 20, [5])}, "was cut short: it has"),
@@ -119,7 +137,10 @@ WHOLE = tensor(0, 16, [4])
         ({"a": WHOLE, "__metadata__": 3}, "__metadata__ must have strings alone"),
         ({"a": WHOLE, "__metadata__": {"format": 3}}, "__metadata__ must have strings alone"),
         (b'{"a": {}, "a": ' + json.dumps(WHOLE).encode() + b"}", "it has the key 'a' twice"),
-        (b'{"a": ' + json.dumps(WHOLE).replace("{", '{"shape": [2], ').encode() + b"}", "it has the key 'shape' twice"),
+        (
+            b'{"a": ' + json.dumps(WHOLE).replace("{", '{"shape": [2], ').encode() + b"}",
+            "it has the key 'shape' twice",
+        ),
         (json.dumps({"a": WHOLE}).encode("utf-16"), "no JSON that can be read"),
         (b"[" * 100_000, "no JSON that can be read"),
         (b"[]", "holds a list; it must be a JSON object"),
@@ -141,7 +162,10 @@ def test_a_header_is_short(tmp_path):
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", size))
         file.truncate(8 + size)
-    with pytest.raises(ValueError, match=f"{path} has a header of {size} bytes; safetensors has at most 100000000"):
+    with pytest.raises(
+        ValueError,
+        match=f"{path} has a header of {size} bytes; safetensors has at most 100000000",
+    ):
         hf.Checkpoint(tmp_path)
 
 
@@ -157,14 +181,27 @@ def test_a_file_that_shrinks(tmp_path):
 
 def test_an_unknown_dtype(tmp_path):
     """Breaks if a tensor of a dtype that NumPy does not have makes the others unreadable."""
-    path = write_file(tmp_path / "model.safetensors", {"a": tensor(0, 8, [16], "F4"), "b": tensor(8, 16, [2])})
+    path = write_file(
+        tmp_path / "model.safetensors",
+        {"a": tensor(0, 8, [16], "F4"), "b": tensor(8, 16, [2])},
+    )
     state = hf.Checkpoint(path)
     assert state["b"].shape == (2,)
     with pytest.raises(Unsupported, match=f"{path}: a has dtype F4; moax.hf knows F64"):
         _ = state["a"]
 
 
-NO_JSON = ("", "{", "[]", "3", "null", '{"a": 1, "a": 2}', "[" * 100_000, '{"a": 1' + "0" * 5000 + "}", "\xff")
+NO_JSON = (
+    "",
+    "{",
+    "[]",
+    "3",
+    "null",
+    '{"a": 1, "a": 2}',
+    "[" * 100_000,
+    '{"a": 1' + "0" * 5000 + "}",
+    "\xff",
+)
 
 
 @pytest.mark.parametrize("text", NO_JSON, ids=range(len(NO_JSON)))
@@ -200,9 +237,17 @@ def test_indices(tmp_path, weight_map, says):
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
-        ("qwen3_moe", dict(norm_topk_prob="false"), "norm_topk_prob='false'; it must be true or false"),
+        (
+            "qwen3_moe",
+            dict(norm_topk_prob="false"),
+            "norm_topk_prob='false'; it must be true or false",
+        ),
         ("qwen3_moe", dict(norm_topk_prob=0), "norm_topk_prob=0; it must be true or false"),
-        ("deepseek_v3", dict(routed_scaling_factor=0), "routed_scaling_factor=0; it must be a finite number above 0"),
+        (
+            "deepseek_v3",
+            dict(routed_scaling_factor=0),
+            "routed_scaling_factor=0; it must be a finite number above 0",
+        ),
         ("deepseek_v3", dict(routed_scaling_factor="2.5"), "routed_scaling_factor='2.5'"),
         ("deepseek_v3", dict(routed_scaling_factor=float("nan")), "routed_scaling_factor=nan"),
         ("deepseek_v3", dict(n_group=0), "n_group=0; it must be an integer from 1"),
@@ -213,8 +258,16 @@ def test_indices(tmp_path, weight_map, says):
         ("mixtral", dict(hidden_size=24.0), "hidden_size=24.0"),
         ("mixtral", dict(hidden_size=[[24]]), r"hidden_size=\[\[24\]\]"),
         ("mixtral", dict(hidden_act=["silu"]), r"hidden_act=\['silu'\]"),
-        ("mixtral", dict(num_local_experts=10**9), "num_local_experts=1000000000; it must be an integer from 1 to"),
-        ("mixtral", dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000; it must be an integer from 0 to"),
+        (
+            "mixtral",
+            dict(num_local_experts=10**9),
+            "num_local_experts=1000000000; it must be an integer from 1 to",
+        ),
+        (
+            "mixtral",
+            dict(num_hidden_layers=10**9),
+            "num_hidden_layers=1000000000; it must be an integer from 0 to",
+        ),
         ("mixtral", dict(num_hidden_layers="2"), "num_hidden_layers='2'"),
         ("mixtral", dict(model_type=["mixtral"]), r"model_type=\['mixtral'\] must be a string"),
         ("mixtral", dict(text_config=[1]), r"text_config=\[1\]; it must be an object"),
@@ -242,7 +295,11 @@ def test_types_and_ranges_of_keys(tmp_path, read, family, change, says):
     ("family", "change", "says"),
     [
         ("step3p7", dict(moe_layers_enum="4,x"), "moe_layers_enum='4,x'; it must be as '4,5'"),
-        ("glm5_next", dict(num_hidden_layers=9), "2 marks of layers .mlp_layer_types. for 9 layers"),
+        (
+            "glm5_next",
+            dict(num_hidden_layers=9),
+            "2 marks of layers .mlp_layer_types. for 9 layers",
+        ),
         ("nemotron_h", dict(layers_block_type=7), "has no num_hidden_layers"),
     ],
 )
@@ -266,7 +323,10 @@ def test_the_model_type_beside_a_checkpoint(tmp_path):
     config = hf.config_from_hf(TINY["mixtral"]["config"])
     for values in ({}, {"model_type": 3}, {"model_type": "llama"}):
         (tmp_path / "config.json").write_text(json.dumps(values))
-        with pytest.raises((ValueError, Unsupported), match=f"{tmp_path / 'config.json'}: model_type="):
+        with pytest.raises(
+            (ValueError, Unsupported),
+            match=f"{tmp_path / 'config.json'}: model_type=",
+        ):
             hf.params_from_hf(tmp_path, config)
 
 
@@ -284,11 +344,17 @@ def test_the_most_experts_are_few(tmp_path):
 
 
 def fp8(scale) -> dict[str, np.ndarray]:
-    return {"w": np.ones((130, 8), jnp.float8_e4m3fn), "w_scale_inv": np.asarray(scale).reshape(2, 1)}
+    return {
+        "w": np.ones((130, 8), jnp.float8_e4m3fn),
+        "w_scale_inv": np.asarray(scale).reshape(2, 1),
+    }
 
 
 def mxfp4(scale) -> dict[str, np.ndarray]:
-    return {"w_blocks": np.full((1, 2, 1, 16), 0x22, np.uint8), "w_scales": np.asarray(scale).reshape(1, 2, 1)}
+    return {
+        "w_blocks": np.full((1, 2, 1, 16), 0x22, np.uint8),
+        "w_scales": np.asarray(scale).reshape(1, 2, 1),
+    }
 
 
 def read_stored(state) -> np.ndarray:
@@ -337,18 +403,64 @@ def test_scales_that_no_format_has(state, says):
 def test_every_key_has_a_kind():
     """Breaks if a key string of a family has no kind: `check_values` would let any value pass."""
     others = {
-        "published", "memory", "read", "types", "group_method", "layers", "fixed", "shared_fixed", "router",
-        "activation", "use_bias", "shared_gate", "weights_at",
-    }  # fmt: skip
+        "published",
+        "memory",
+        "read",
+        "types",
+        "group_method",
+        "layers",
+        "fixed",
+        "shared_fixed",
+        "router",
+        "activation",
+        "use_bias",
+        "shared_gate",
+        "weights_at",
+    }
     assert {field.name for field in dataclasses.fields(Family)} - others == set(FAMILY_KINDS)
     assert set(Layers._fields) == set(LAYERS_KINDS)
 
 
 HOSTILE = (
-    None, True, False, -1, 0, 1, 2, 3, 4, 16, 24, 10**9, 2**63, 10**30, 1.5, -0.5, float("nan"), "", "x", "false", "1",
-    "silu", *OUTSIDE, "/etc/passwd", "F32", "U8", "F8_E4M3", "F8_E8M0", "F4", "BOOL", [], [1], [24, 24], [[]], {},
-    {"a": 1}, "x" * 300, "x\0",
-)  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    4,
+    16,
+    24,
+    10**9,
+    2**63,
+    10**30,
+    1.5,
+    -0.5,
+    float("nan"),
+    "",
+    "x",
+    "false",
+    "1",
+    "silu",
+    *OUTSIDE,
+    "/etc/passwd",
+    "F32",
+    "U8",
+    "F8_E4M3",
+    "F8_E8M0",
+    "F4",
+    "BOOL",
+    [],
+    [1],
+    [24, 24],
+    [[]],
+    {},
+    {"a": 1},
+    "x" * 300,
+    "x\0",
+)
 
 
 def mutate_values(values, rng: random.Random) -> str:
@@ -378,15 +490,15 @@ def mutate_values(values, rng: random.Random) -> str:
     return json.dumps(values)
 
 
-def mutate_bytes(data: bytes, rng: random.Random, most: int) -> bytes:
+def mutate_bytes(data: bytes, rng: random.Random, end: int) -> bytes:
     """Bytes with one of the first `most` changed, or some removed, put in or cut off."""
-    at = rng.randrange(min(most, len(data)))
+    start = rng.randrange(min(end, len(data)))
     way = rng.choice(("change", "remove", "insert", "cut"))
     if way == "change":
-        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+        return data[:start] + bytes([rng.randrange(256)]) + data[start + 1 :]
     if way == "insert":
-        return data[:at] + bytes(rng.choice(b'{}[]",:0-9\\ \xff') for _ in range(rng.randrange(1, 9))) + data[at:]
-    return data[:at] + (data[at + rng.randrange(1, 9) :] if way == "remove" else b"")
+        return data[:start] + bytes(rng.choice(b'{}[]",:0-9\\ \xff') for _ in range(rng.randrange(1, 9))) + data[start:]
+    return data[:start] + (data[start + rng.randrange(1, 9) :] if way == "remove" else b"")
 
 
 def mutate_file(data: bytes, rng: random.Random) -> bytes:
@@ -438,7 +550,8 @@ def read_expected(values: dict) -> dict:
     """What a config of deepseek_v3 must be, by the values that it has."""
 
     def read(key, default, null=None):
-        return (null if values[key] is None else values[key]) if key in values else default
+        value = values.get(key, default)
+        return null if key in values and value is None else value
 
     def read_size(key):
         return values[key][0] if isinstance(values[key], list) else values[key]
@@ -457,13 +570,21 @@ def test_mutations(tmp_path, seed):
     """Breaks if one of 500 changed checkpoints is read as something else than it says, raises an error without the name
     of its folder, takes two seconds, or opens a file outside its folder."""
     global OPENED
-    rng, folder = random.Random(seed), tmp_path / "model"
+    rng = random.Random(seed)
+    folder = tmp_path / "model"
     folder.mkdir()
     safetensors.numpy.save_file({"a": ONE}, tmp_path / "secret.safetensors")
     values = json.loads((DATA / "deepseek_v3" / "config.json").read_text())
     config = hf.config_from_hf(values)
     params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0)
-    files = hf.save_hf(folder, {0: params}, config, "deepseek_v3", hf_config=values, shard_bytes=20_000)
+    files = hf.save_hf(
+        folder,
+        {0: params},
+        config,
+        "deepseek_v3",
+        hf_config=values,
+        shard_bytes=20_000,
+    )
     assert len(files) > 1
     names = [*(file.name for file in files), INDEX, "config.json"]
     whole = {name: (folder / name).read_bytes() for name in names}
@@ -480,7 +601,10 @@ def test_mutations(tmp_path, seed):
         else:
             data = mutate_values(json.loads(whole[name]), rng).encode()
         (folder / name).write_bytes(data)
-        start, error, got, layers = time.process_time(), None, None, ()
+        start = time.process_time()
+        error = None
+        got = None
+        layers = ()
         OPENED = []
         try:
             if kind == "config":
@@ -490,7 +614,8 @@ def test_mutations(tmp_path, seed):
                 got = read_all(folder, config)
         except Exception as raised:
             error = raised
-        opened, OPENED = OPENED, None
+        opened = OPENED
+        OPENED = None
         case = f"seed {seed}, {number}, {name}: {data[:4000]!r}: {error!r}"
         assert time.process_time() - start < 2, case
         outside = [
@@ -504,8 +629,14 @@ def test_mutations(tmp_path, seed):
                 hf.Checkpoint(folder)  # The layer is refused, and not the file.
         elif kind == "config":
             changed = json.loads(data)
-            have = dict(d_model=got.d_model, d_ff=got.d_ff, top_k=got.top_k, scale=got.router.scale,
-                        num_groups=got.router.num_groups, normalize=got.router.normalize)  # fmt: skip
+            have = dict(
+                d_model=got.d_model,
+                d_ff=got.d_ff,
+                top_k=got.top_k,
+                scale=got.router.scale,
+                num_groups=got.router.num_groups,
+                normalize=got.router.normalize,
+            )
             wanted = read_expected(changed)
             assert set(layers) <= set(range(wanted.pop("layers"))), case
             # Equal text: 1 is not True.

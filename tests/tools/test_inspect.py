@@ -52,12 +52,12 @@ def test_cpu_text():
 def test_gpu_combined_start_and_done():
     """One combined gather of data and scales: an element each; the done is not counted again."""
     types = "((u8[8,32]{1,0}, f32[8,4]{1,0:S(1)}), (u8[16,32]{1,0}, f32[16,4]{1,0}))"
-    found = read(
+    traffic = read(
         f"%all-gather-start = {types} all-gather-start(%p.2, /*index=1*/%p.3), {GATHER}, "
         'replica_groups=[4,2]<=[2,4]T(1,0), metadata={op_name="x"}, backend_config={"is_sync":false}',
         "%all-gather-done = (u8[16,32]{1,0}, f32[16,4]{1,0}) all-gather-done(%all-gather-start)",
     )
-    assert [(c.dtype, c.shape, c.bytes, c.axes) for c in found] == [
+    assert [(c.dtype, c.shape, c.bytes, c.axes) for c in traffic] == [
         ("uint8", (16, 32), 256, ("fsdp",)),
         ("float32", (16, 4), 128, ("fsdp",)),
     ]
@@ -85,9 +85,9 @@ WEIGHT = '%p = f32[4,8]{1,0} parameter(0), metadata={op_name="params.w"}', "%c =
 )  # fmt: skip
 def test_forms(line, kind, arrays):
     """Breaks if a form is read as another array, or a weight is lost in it, or an array beside it is taken for it."""
-    found = read(*WEIGHT, f"%x = {line}, channel_id=1, use_global_device_ids=true, {FSDP}")
-    assert [(c.shape, c.bytes, c.carries != ()) for c in found] == arrays
-    assert {(c.kind, c.dtype, c.axes) for c in found} == {(kind, "bfloat16", ("fsdp",))}
+    traffic = read(*WEIGHT, f"%x = {line}, channel_id=1, use_global_device_ids=true, {FSDP}")
+    assert [(c.shape, c.bytes, c.carries != ()) for c in traffic] == arrays
+    assert {(c.kind, c.dtype, c.axes) for c in traffic} == {(kind, "bfloat16", ("fsdp",))}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,11 @@ def test_forms(line, kind, arrays):
 )
 def test_permute(types, mesh, pairs, axes, group):
     name = "collective-permute-start" if types.startswith("(") else "collective-permute"
-    (c,) = read(*WEIGHT, f"%x = {types} {name}(%c), channel_id=1, source_target_pairs={pairs}", mesh=mesh)
+    (c,) = read(
+        *WEIGHT,
+        f"%x = {types} {name}(%c), channel_id=1, source_target_pairs={pairs}",
+        mesh=mesh,
+    )
     assert (c.shape, c.axes, c.group_size, c.bytes) == ((4,), axes, group, 8 if group > 1 else 0)
     assert [value.name for value in c.carries] == ["params.w"]
 
@@ -119,14 +123,18 @@ def test_async_wrapper():
     }
     """  # noqa: E501
     type_ = "((bf16[16,8]{1,0}), bf16[8,8]{1,0}, u32[])"
-    for start, done in (("async-start", "async-done"), ("reduce-scatter-start", "reduce-scatter-done")):
+    for start, done in (
+        ("async-start", "async-done"),
+        ("reduce-scatter-start", "reduce-scatter-done"),
+    ):
         (c,) = read(
             f"%s = {type_} {start}(%x), calls=%wrapped_reduce_scatter",
             f"%u = {type_} async-update(%s), calls=%wrapped_reduce_scatter",
             f"ROOT %d = bf16[8,8]{{1,0}} {done}(%u), calls=%wrapped_reduce_scatter",
             before=before,
         )
-        assert (c.kind, c.shape, c.bytes, c.axes, c.times) == ("reduce-scatter", (8, 8), 128, ("fsdp",), 1)
+        expected = ("reduce-scatter", (8, 8), 128, ("fsdp",), 1)
+        assert (c.kind, c.shape, c.bytes, c.axes, c.times) == expected
 
 
 @pytest.mark.parametrize(
@@ -164,10 +172,15 @@ def test_replica_groups(mesh, groups, axes, size):
     assert (c.axes, c.group_size, c.bytes) == (axes, size, 256 * (size - 1) // size)
 
 
-@pytest.mark.parametrize("groups, expected", [("{{0,1},{2,3}}", ((0, 1), (2, 3))), ("{}", ((0, 1, 2, 3),))])
+@pytest.mark.parametrize(
+    "groups, expected",
+    [("{{0,1},{2,3}}", ((0, 1), (2, 3))), ("{}", ((0, 1, 2, 3),))],
+)
 def test_ids_of_an_all_to_all_are_partitions(groups, expected):
     """Breaks if the groups of an all-to-all, whose text has no use_global_device_ids, are not read."""
-    one = hlo.read_hlo(text_of(f"%x = f32[8]{{0}} all-to-all(%p), channel_id=1, replica_groups={groups}"))
+    one = hlo.read_hlo(
+        text_of(f"%x = f32[8]{{0}} all-to-all(%p), channel_id=1, replica_groups={groups}"),
+    )
     assert hlo.device_groups(one.computations["main.0_spmd"]["x"], 4) == expected
 
 
@@ -202,14 +215,14 @@ LOOPS = """
 
 def test_trip_counts_multiply():
     four = 'while(%t), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"4"},"x":{}}'
-    first, second = read(
+    inner, second = read(
         f"%w = (s32[], f32[8]{{0}}) {four}",
         "%b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%branch, %branch}",
         before=LOOPS,
     )
-    assert (first.kind, first.times, first.open_loop) == ("all-reduce", 12, False)
+    assert (inner.kind, inner.times, inner.open_loop) == ("all-reduce", 12, False)
     assert (second.kind, second.times, second.open_loop) == ("all-gather", 2, False)
-    assert total_bytes([first]) == 12 * 2 * 32 * 7 // 8
+    assert total_bytes([inner]) == 12 * 2 * 32 * 7 // 8
 
 
 def test_loops_without_a_trip_count_count_once():
@@ -219,9 +232,9 @@ def test_loops_without_a_trip_count_count_once():
     }
     """
     lines = "%w = (s32[], f32[8]{0}) while(%t), condition=%c, body=%open"
-    first, _ = read(lines, before=LOOPS + dedent(unknown))
-    assert (first.times, first.open_loop) == (3, True)
-    assert " 3+ " in inspect.table([first])
+    once, _ = read(lines, before=LOOPS + dedent(unknown))
+    assert (once.times, once.open_loop) == (3, True)
+    assert " 3+ " in inspect.table([once])
 
 
 def test_whatever_is_no_collective():
@@ -280,7 +293,10 @@ def test_compiled_collectives(mesh, dtype):
 
     anywhere = P(("fsdp", "ep"))
     outs = [anywhere] * 4, [anywhere] * (2 if wide else 0)
-    found = collectives(mapped(mesh, P("fsdp", "ep"), outs)(f), abstract(mesh, (16, 32), dtype, "fsdp", "ep"))
+    traffic = collectives(
+        mapped(mesh, P("fsdp", "ep"), outs)(f),
+        abstract(mesh, (16, 32), dtype, "fsdp", "ep"),
+    )
     b = 64 * size
     expected = {
         ("all-gather", ("fsdp",)): (2 * 64, b),
@@ -289,11 +305,14 @@ def test_compiled_collectives(mesh, dtype):
         ("collective-permute", ("ep",)): (64, b),
     }
     if wide:
-        expected |= {("reduce-scatter", ("fsdp",)): (32, b // 2), ("all-reduce", ("ep",)): (64, 2 * b * 3 // 4)}
-    assert {(c.kind, c.axes): (c.size, c.bytes) for c in found} == expected
-    assert len(found) == len(expected)
-    assert {c.dtype for c in found} == {jnp.dtype(dtype).name}
-    assert all("shard_map" in c.op_name for c in found)
+        expected |= {
+            ("reduce-scatter", ("fsdp",)): (32, b // 2),
+            ("all-reduce", ("ep",)): (64, 2 * b * 3 // 4),
+        }
+    assert {(c.kind, c.axes): (c.size, c.bytes) for c in traffic} == expected
+    assert len(traffic) == len(expected)
+    assert {c.dtype for c in traffic} == {jnp.dtype(dtype).name}
+    assert all("shard_map" in c.op_name for c in traffic)
 
 
 def test_axes_of_every_subset():
@@ -302,9 +321,9 @@ def test_axes_of_every_subset():
     f = mapped(mesh, P(("dp", "fsdp", "ep")), [P()] * len(subsets))(
         lambda x: [lax.psum(x * n, s) for n, s in enumerate(subsets)]
     )
-    found = collectives(f, abstract(mesh, (8, 4), jnp.float32, ("dp", "fsdp", "ep")))
-    assert sorted(c.axes for c in found) == sorted(subsets[1:] + subsets[:1])
-    assert {c.group_size for c in found} == {2, 4, 8}
+    traffic = collectives(f, abstract(mesh, (8, 4), jnp.float32, ("dp", "fsdp", "ep")))
+    assert sorted(c.axes for c in traffic) == sorted(subsets[1:] + subsets[:1])
+    assert {c.group_size for c in traffic} == {2, 4, 8}
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])
@@ -314,8 +333,8 @@ def test_what_jit_inserts(way):
     to = NamedSharding(mesh, P("fsdp"))
     move = jax.sharding.reshard if way == "explicit" else lax.with_sharding_constraint
     f = jax.jit(lambda x: move(x, to))
-    found = collectives(f, abstract(mesh, (16, 32), jnp.float32, ("dp", "fsdp", "ep")))
-    assert [(c.kind, c.axes, c.bytes) for c in found] == [
+    traffic = collectives(f, abstract(mesh, (16, 32), jnp.float32, ("dp", "fsdp", "ep")))
+    assert [(c.kind, c.axes, c.bytes) for c in traffic] == [
         ("collective-permute", ("dp", "fsdp"), 256),
         ("all-gather", ("dp", "ep"), 768),
     ]
@@ -323,13 +342,18 @@ def test_what_jit_inserts(way):
 
 def test_reductions_of_two_dtypes_keep_theirs(mesh):
     f = mapped(mesh, (P("fsdp"), P("fsdp")), (P(), P()))(lambda x, y: (lax.psum(x, "ep"), lax.psum(y, "ep")))
-    found = collectives(f, abstract(mesh, (4, 4), jnp.bfloat16, "fsdp"), abstract(mesh, (4, 2), jnp.float32, "fsdp"))
-    assert {c.dtype: c.shape for c in found} == {"bfloat16": (2, 4), "float32": (2, 2)}
+    traffic = collectives(
+        f,
+        abstract(mesh, (4, 4), jnp.bfloat16, "fsdp"),
+        abstract(mesh, (4, 2), jnp.float32, "fsdp"),
+    )
+    assert {c.dtype: c.shape for c in traffic} == {"bfloat16": (2, 4), "float32": (2, 2)}
 
 
 def test_reduction_that_xla_made_from_a_product(mesh):
     """A bf16 all-reduce that jit inserts is one of bf16 too."""
-    x, w = abstract(mesh, (8, 16), jnp.bfloat16, None, "ep"), abstract(mesh, (16, 8), jnp.bfloat16, "ep")
+    x = abstract(mesh, (8, 16), jnp.bfloat16, None, "ep")
+    w = abstract(mesh, (16, 8), jnp.bfloat16, "ep")
     f = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, P()))
     (c,) = collectives(f, x, w)
     assert (c.kind, c.dtype, c.axes) == ("all-reduce", "bfloat16", ("ep",))
@@ -343,21 +367,23 @@ def gather(mesh):
 
 def test_a_compiled_program_is_read_as_it_is(mesh):
     """Breaks if a bf16 array is listed as XLA:CPU moves it, as f32, or a compiled program as it was asked for."""
-    f, w = gather(mesh), abstract(mesh, (16, 4), jnp.bfloat16, "fsdp")
-    found = collectives(f, w) + collectives(f.lower(w).compile())
-    assert [(c.dtype, c.bytes) for c in found] == [("bfloat16", 64), ("float32", 128)]
+    f = gather(mesh)
+    w = abstract(mesh, (16, 4), jnp.bfloat16, "fsdp")
+    traffic = collectives(f, w) + collectives(f.lower(w).compile())
+    assert [(c.dtype, c.bytes) for c in traffic] == [("bfloat16", 64), ("float32", 128)]
 
 
 def test_what_it_reads(mesh):
     """Functions, jitted or not, traced, lowered or compiled, and texts; arrays or their shapes."""
-    jitted, w = gather(mesh), abstract(mesh, (16, 4), jnp.float32, "fsdp")
+    jitted = gather(mesh)
+    w = abstract(mesh, (16, 4), jnp.float32, "fsdp")
     array = jax.device_put(jnp.zeros(w.shape, w.dtype), w.sharding)
     expected = collectives(jitted, w)
     assert [(c.kind, c.axes) for c in expected] == [("all-gather", ("fsdp",))]
     lowered = jitted.lower(w)
     compiled = lowered.compile()
-    for made in (jitted.trace(w), lowered, compiled):
-        assert collectives(made) == expected
+    for program in (jitted.trace(w), lowered, compiled):
+        assert collectives(program) == expected
     assert collectives(compiled.as_text(), mesh=mesh) == expected
     assert collectives(lambda v: jitted(v), array)[0].axes == ("fsdp",)
     assert collectives(lambda *, v, n: jitted(v), v=array, n=3)[0].axes == ("fsdp",)
@@ -366,9 +392,11 @@ def test_what_it_reads(mesh):
 def test_mesh_in_force_names_the_axes():
     mesh = make_mesh("2x4")
     with jax.set_mesh(mesh):
-        f = jax.jit(lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, P("ep")), P()))
-        found = collectives(f, jax.ShapeDtypeStruct((8, 4), jnp.float32))
-    assert {c.axes for c in found} == {("ep",)}
+        f = jax.jit(
+            lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, P("ep")), P()),
+        )
+        traffic = collectives(f, jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert {c.axes for c in traffic} == {("ep",)}
 
 
 def test_text_without_a_mesh():
@@ -381,19 +409,23 @@ def test_scan(mesh):
     def f(x, ws):
         return lax.scan(lambda c, w: (jnp.tanh(c @ lax.all_gather(w, "fsdp", tiled=True)), None), x, ws)[0]
 
-    x, ws = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (5, 16, 16), jnp.float32, None, "fsdp")
+    x = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep"))
+    ws = abstract(mesh, (5, 16, 16), jnp.float32, None, "fsdp")
     tokens = P(("fsdp", "ep"))
-    found = collectives(mapped(mesh, (tokens, P(None, "fsdp")), tokens)(f), x, ws)
-    assert [(c.times, c.bytes, c.open_loop) for c in found] == [(5, 16 * 16 * 4 // 2, False)]
-    assert total_bytes(found) == 5 * 512
+    traffic = collectives(mapped(mesh, (tokens, P(None, "fsdp")), tokens)(f), x, ws)
+    assert [(c.times, c.bytes, c.open_loop) for c in traffic] == [(5, 16 * 16 * 4 // 2, False)]
+    assert total_bytes(traffic) == 5 * 512
 
 
 def test_while_loop_of_unknown_length(mesh):
     def f(x):
         return lax.while_loop(lambda c: c.sum() < 9, lambda c: lax.psum(c, "ep"), x)
 
-    found = collectives(mapped(mesh, P("fsdp"), P("fsdp"))(f), abstract(mesh, (4,), jnp.float32, "fsdp"))
-    assert [(c.axes, c.times, c.open_loop) for c in found] == [(("ep",), 1, True)]
+    traffic = collectives(
+        mapped(mesh, P("fsdp"), P("fsdp"))(f),
+        abstract(mesh, (4,), jnp.float32, "fsdp"),
+    )
+    assert [(c.axes, c.times, c.open_loop) for c in traffic] == [(("ep",), 1, True)]
 
 
 def test_nothing_to_see():
@@ -415,13 +447,13 @@ def sample() -> list[Collective]:
 
 
 def test_total_bytes():
-    found = sample()
-    assert total_bytes(found) == 64 + 48 + 96 + 7 + 64
-    assert total_bytes(found, kind="all-reduce") == 7
-    assert total_bytes(found, axes="fsdp") == 64 + 48 + 7 + 64
-    assert total_bytes(found, "all-gather", ("fsdp", "ep")) == 64 + 48 + 96 + 64
-    assert total_bytes(found, dtype=jnp.uint8) == total_bytes(found, dtype="uint8") == 128
-    assert inspect.weight_gathers(found, "fsdp") == [found[0], found[1], found[4]]
+    traffic = sample()
+    assert total_bytes(traffic) == 64 + 48 + 96 + 7 + 64
+    assert total_bytes(traffic, kind="all-reduce") == 7
+    assert total_bytes(traffic, axes="fsdp") == 64 + 48 + 7 + 64
+    assert total_bytes(traffic, "all-gather", ("fsdp", "ep")) == 64 + 48 + 96 + 64
+    assert total_bytes(traffic, dtype=jnp.uint8) == total_bytes(traffic, dtype="uint8") == 128
+    assert inspect.weight_gathers(traffic, "fsdp") == [traffic[0], traffic[1], traffic[4]]
 
 
 def test_table():
@@ -448,8 +480,12 @@ def test_table_keeps_the_end_of_a_name():
 
 
 def test_wrong_arguments(mesh):
-    f, w = gather(mesh), abstract(mesh, (16, 4), jnp.float32, "fsdp")
-    with pytest.raises(ValueError, match="fn is a Lowered, lowered or compiled for its arguments; pass no others"):
+    f = gather(mesh)
+    w = abstract(mesh, (16, 4), jnp.float32, "fsdp")
+    with pytest.raises(
+        ValueError,
+        match="fn is a Lowered, lowered or compiled for its arguments; pass no others",
+    ):
         collectives(f.lower(w), w)
     with pytest.raises(ValueError, match="fn=3 must be a function"):
         collectives(3)
@@ -498,20 +534,22 @@ def test_a_block_with_a_recipe():
     """Breaks if `inspect_block` does not compile the recipe, or lists what the assertion cannot judge."""
     mesh = make_mesh("2x4")
     weights = abstract(mesh, (8, 64, 32), jnp.float32, ("ep", "fsdp"))
-    found, plain = (inspect.inspect_block(CONFIG, 64, mesh=mesh, recipe=recipe) for recipe in ("fp8_block", None))
-    assert inspect.weight_scatters(assert_no_wide_weight_gather(found, weights=weights))
+    traffic = inspect.inspect_block(CONFIG, 64, mesh=mesh, recipe="fp8_block")
+    plain = inspect.inspect_block(CONFIG, 64, mesh=mesh, recipe=None)
+    assert inspect.weight_scatters(assert_no_wide_weight_gather(traffic, weights=weights))
     with pytest.raises(AssertionError, match="bfloat16"):
         assert_no_wide_weight_gather(plain, weights=weights)
-    sent, unquantized = (total_bytes(inspect.weight_gathers(of)) for of in (found, plain))
+    sent = total_bytes(inspect.weight_gathers(traffic))
+    unquantized = total_bytes(inspect.weight_gathers(plain))
     assert 0 < sent <= 0.53 * unquantized
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])
 def test_forward_has_no_gradient(way):
     with jax.set_mesh(make_mesh("2x4", way)):
-        found = inspect.inspect_block(CONFIG, tokens=64, exchange="all_gather", backward=False)
-    assert not [c for c in found if c.kind == "reduce-scatter" and "fsdp" in c.axes]
-    assert {c.dtype for c in inspect.weight_gathers(found)} == {"bfloat16"}
+        traffic = inspect.inspect_block(CONFIG, tokens=64, exchange="all_gather", backward=False)
+    assert not [c for c in traffic if c.kind == "reduce-scatter" and "fsdp" in c.axes]
+    assert {c.dtype for c in inspect.weight_gathers(traffic)} == {"bfloat16"}
 
 
 def test_a_block_needs_a_mesh_that_divides_it():

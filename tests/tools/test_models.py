@@ -6,12 +6,26 @@ from benchmarks.cases import products, slice_of
 from moax import hf
 from moax.models import MODELS, find_model
 
-QWEN3 = dict(model_type="qwen3_moe", norm_topk_prob=True, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
+QWEN3 = dict(
+    model_type="qwen3_moe",
+    norm_topk_prob=True,
+    hidden_act="silu",
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
 DEEPSEEK = dict(
-    model_type="deepseek_v3", hidden_size=7168, moe_intermediate_size=2048, n_shared_experts=1, num_experts_per_tok=8,
-    norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, hidden_act="silu",
+    model_type="deepseek_v3",
+    hidden_size=7168,
+    moe_intermediate_size=2048,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    moe_layer_freq=1,
+    hidden_act="silu",
     num_hidden_layers=61,
-)  # fmt: skip
+)
 # What each model's config.json says of its MoE layers.
 PUBLISHED = {
     "qwen3-30b": QWEN3 | dict(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
@@ -37,12 +51,14 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_published_one(name):
     """Breaks if a size, the router or the number of layers is not that of the model's config.json, in both ways."""
-    published, model = PUBLISHED[name], MODELS[name]
+    published = PUBLISHED[name]
+    model = MODELS[name]
     assert hf.config_from_hf(published) == model.config
     written = hf.config_to_hf(model.config, published["model_type"])
     assert hf.config_from_hf(written) == model.config
     assert published | {key: written[key] for key in written.keys() & published} == published
-    assert model.layers == published["num_hidden_layers"] - published.get("first_k_dense_replace", 0)
+    expected = published["num_hidden_layers"] - published.get("first_k_dense_replace", 0)
+    assert model.layers == expected
 
 
 def test_a_rank():
@@ -64,5 +80,8 @@ def test_a_slice_is_a_block_of_one_device():
 
 def test_an_unknown_model_is_named():
     """Breaks if a misspelt name is not answered with the names that there are."""
-    with pytest.raises(ValueError, match="model='llama' must be one of 'qwen3-30b', .*'gpt-oss-120b', or a MoEConfig"):
+    with pytest.raises(
+        ValueError,
+        match="model='llama' must be one of 'qwen3-30b', .*'gpt-oss-120b', or a MoEConfig",
+    ):
         find_model("llama")

@@ -28,9 +28,9 @@ def admitted() -> SpecifierSet:
 
 def end_of_range(end: str) -> Version:
     """The version of jax that `make test-versions` installs for that end of the range."""
-    found = re.search(rf"^{end}_JAX := (\S+)$", MAKEFILE, re.M)
-    assert found, f"the Makefile no longer says {end}_JAX"
-    return Version(found[1])
+    match = re.search(rf"^{end}_JAX := (\S+)$", MAKEFILE, re.M)
+    assert match, f"the Makefile no longer says {end}_JAX"
+    return Version(match[1])
 
 
 def test_oldest_is_the_lower_bound():
@@ -72,4 +72,5 @@ def test_extra_brings_the_cuda_wheels(extra):
 def test_the_wheel_holds_moax_alone_and_the_sdist_all():
     """Breaks if benchmarks enter the wheel, or if the source distribution lacks them."""
     targets = PYPROJECT["tool"]["hatch"]["build"]["targets"]
-    assert targets["wheel"] == {"packages": ["src/moax"]} and "/benchmarks" in targets["sdist"]["include"]
+    assert targets["wheel"] == {"packages": ["src/moax"]}
+    assert "/benchmarks" in targets["sdist"]["include"]

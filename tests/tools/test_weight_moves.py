@@ -103,13 +103,20 @@ def by_permute(x, w):
 
 def by_all_reduce(x, w):
     """Each device puts its shard into zeros; the sum is the whole weight."""
-    whole = lax.dynamic_update_slice(jnp.zeros((4, *w.shape[1:]), w.dtype), w, (2 * lax.axis_index("fsdp"), 0, 0))
+    whole = lax.dynamic_update_slice(
+        jnp.zeros((4, *w.shape[1:]), w.dtype),
+        w,
+        (2 * lax.axis_index("fsdp"), 0, 0),
+    )
     return product(x, lax.psum(whole, "fsdp"))
 
 
 def by_masked_sum(x, w):
     mine = jnp.arange(4)[:, None, None] // 2 == lax.axis_index("fsdp")
-    return product(x, lax.psum(jnp.where(mine, jnp.concatenate([w, w]), jnp.zeros((), w.dtype)), "fsdp"))
+    return product(
+        x,
+        lax.psum(jnp.where(mine, jnp.concatenate([w, w]), jnp.zeros((), w.dtype)), "fsdp"),
+    )
 
 
 def after_quantization(x, w):
@@ -159,7 +166,11 @@ def gradient(x, w):
 
 def whole_sum(x, w):
     """The gradient is summed whole over dp and fsdp, and a device keeps its part of fsdp."""
-    return lax.dynamic_slice_in_dim(lax.psum(gradient(x, w), ("dp", "fsdp")), 2 * lax.axis_index("fsdp"), 2)
+    return lax.dynamic_slice_in_dim(
+        lax.psum(gradient(x, w), ("dp", "fsdp")),
+        2 * lax.axis_index("fsdp"),
+        2,
+    )
 
 
 def scattered_sum(x, w):
@@ -177,8 +188,9 @@ def test_gradients(mesh):
     (line,) = refused(step(whole_sum, mesh), x, w, weights=w)
     assert line == "all-reduce float32[4, 16, 32] over dp,fsdp into result, 12,288 bytes"
     assert len(refused(step(whole_sum, mesh), x, w, weights=unknown(mesh))) == 1
-    found = assert_no_wide_weight_gather(step(scattered_sum, mesh), x, w, weights=w)
-    assert [(c.kind, c.shape, c.axes) for c in weight_scatters(found)] == [("reduce-scatter", (2, 16, 32), ("fsdp",))]
+    traffic = assert_no_wide_weight_gather(step(scattered_sum, mesh), x, w, weights=w)
+    expected = [("reduce-scatter", (2, 16, 32), ("fsdp",))]
+    assert [(c.kind, c.shape, c.axes) for c in weight_scatters(traffic)] == expected
     assert not refused(step(scattered_sum, mesh), x, w, weights=unknown(mesh))
     (line,) = refused(step(gathered_sum, mesh, out=("fsdp", None, None)), x, w, weights=w)
     assert line.startswith("all-gather float32[4, 16, 32] over ep into result, ")
@@ -245,8 +257,8 @@ def test_wrapped_and_tuple_forms():
         "%t = (s32[], bf16[4,4]{1,0}, bf16[4,4]{1,0}) tuple(%i, %f, %other)",
         "ROOT %loop = (s32[], bf16[4,4]{1,0}, bf16[4,4]{1,0}) while(%t), condition=%q, body=%body",
     )
-    (found,) = listed(*lines, before=before)
-    assert found.startswith("all-to-all bfloat16[4, 4] over fsdp of params.w")
+    (traffic,) = listed(*lines, before=before)
+    assert traffic.startswith("all-to-all bfloat16[4, 4] over fsdp of params.w")
 
 
 X = '%x = f32[3,4]{1,0} parameter(1), metadata={op_name="x"}'
@@ -299,18 +311,22 @@ def weight_step(mesh, *, quantize: bool):
         return y, lax.psum_scatter(x.T @ y, "fsdp", tiled=True)
 
     tokens = P(("fsdp", "ep"))
-    x, w = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (16, 32), jnp.bfloat16, "fsdp")
+    x = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep"))
+    w = abstract(mesh, (16, 32), jnp.bfloat16, "fsdp")
     return jax.jit(mapped(mesh, (tokens, P("fsdp")), (tokens, P("fsdp")))(f)), x, w
 
 
 def test_no_wide_weight_gather(flat):
     f, x, w = weight_step(flat, quantize=True)
-    found = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
-    assert {c.dtype for c in weight_gathers(found)} == {"int8", "float32"}
-    assert assert_no_wide_weight_gather(found, weights=w) == found
+    traffic = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
+    assert {c.dtype for c in weight_gathers(traffic)} == {"int8", "float32"}
+    assert assert_no_wide_weight_gather(traffic, weights=w) == traffic
     small = abstract(flat, (32,), jnp.float32, "fsdp")  # a shard has as many elements as all scales
-    with pytest.raises(AssertionError, match=r"gathers over fsdp of 16 .*\n.*float32\[16, 1\] over fsdp"):
-        assert_no_wide_weight_gather(found, weights=(w, small))
+    with pytest.raises(
+        AssertionError,
+        match=r"gathers over fsdp of 16 .*\n.*float32\[16, 1\] over fsdp",
+    ):
+        assert_no_wide_weight_gather(traffic, weights=(w, small))
 
 
 def test_wide_weight_gather_is_named(flat):
@@ -321,7 +337,13 @@ def test_wide_weight_gather_is_named(flat):
     )
     with pytest.raises(AssertionError, match=message):
         assert_no_wide_weight_gather(f, x, w, weights=w)
-    assert_no_wide_weight_gather(f, x, w, axes="ep", weights=abstract(flat, (4,), jnp.float32, "ep"))
+    assert_no_wide_weight_gather(
+        f,
+        x,
+        w,
+        axes="ep",
+        weights=abstract(flat, (4,), jnp.float32, "ep"),
+    )
     with pytest.raises(AssertionError, match="gathers over fsdp,ep of 256"):
         assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=flat)
 
@@ -344,7 +366,10 @@ def test_smallest_shard(flat):
 
 def test_nothing_passes_for_lack_of_a_name(flat):
     f, x, w = weight_step(flat, quantize=False)
-    with pytest.raises(ValueError, match="axes='data': the mesh has no axis data; its axes are fsdp,ep"):
+    with pytest.raises(
+        ValueError,
+        match="axes='data': the mesh has no axis data; its axes are fsdp,ep",
+    ):
         assert_no_wide_weight_gather(f, x, w, axes="data", weights=w)
     lost = text_of(f"%a = f32[8]{{0}} all-gather(%p), dimensions={{0}}, {FSDP}")
     with pytest.raises(ValueError, match="mesh is not known; pass mesh="):
@@ -396,20 +421,26 @@ def test_a_block_passes(mesh, options):
     """Breaks if the assertion refuses an exchange over ep, the router's gradient, or a sum of gradients over dp."""
     with jax.set_mesh(mesh):
         step, args, weights = block(mesh, **options)
-        found = assert_no_wide_weight_gather(step, *args, weights=weights)
-        assert_no_wide_weight_gather(found, weights=jax.tree.leaves(args[0]))
-    assert {c.kind for c in found} >= {"all-gather", "reduce-scatter", "all-reduce"}
-    quantized = [c for c in found if c.dtype == "uint8" and c.kind == "all-gather"]
+        traffic = assert_no_wide_weight_gather(step, *args, weights=weights)
+        assert_no_wide_weight_gather(traffic, weights=jax.tree.leaves(args[0]))
+    assert {c.kind for c in traffic} >= {"all-gather", "reduce-scatter", "all-reduce"}
+    quantized = [c for c in traffic if c.dtype == "uint8" and c.kind == "all-gather"]
     assert {value.name for c in quantized for value in c.carries} == {"params.wi", "params.wo"}
-    given = [c for c in found if c.kind == "reduce-scatter" and c.reaches]
-    assert {value.name for c in given for value in c.reaches} == {"result.wi", "result.wo"}
+    scattered = [c for c in traffic if c.kind == "reduce-scatter" and c.reaches]
+    assert {value.name for c in scattered for value in c.reaches} == {"result.wi", "result.wo"}
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
     "given, wanted, kind, options",
     [
-        pytest.param(ON_FSDP, None, "all-to-all", {"engine": "shard_map"}, id="shard_map, weights on fsdp"),
+        pytest.param(
+            ON_FSDP,
+            None,
+            "all-to-all",
+            {"engine": "shard_map"},
+            id="shard_map, weights on fsdp",
+        ),
         pytest.param(TURNED, None, "collective-permute", {"engine": "shard_map"}, id="turned"),
         pytest.param({}, {"wi": P(), "wo": P()}, "all-gather", {}, id="whole gradient"),
     ],
@@ -418,7 +449,7 @@ def test_a_block_with_moved_weights(mesh, given, wanted, kind, options):
     """Breaks if a layout that the block does not have moves weights or gradients unquantized, and the check passes."""
     with jax.set_mesh(mesh):
         step, args, weights = block(mesh, given=given, wanted=wanted, **options)
-        found = kinds(refused(step, *args, weights=weights))
+        traffic = kinds(refused(step, *args, weights=weights))
     values = [("into", "result.wi"), ("into", "result.wo")]
     values += [("of", "params.wi"), ("of", "params.wo")] if given else []
-    assert {(kind, value) for value in values} <= set(found)
+    assert {(kind, value) for value in values} <= set(traffic)

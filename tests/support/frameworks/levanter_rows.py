@@ -20,16 +20,41 @@ from levanter.utils.mesh import MeshConfig  # noqa: E402
 
 NAME = "Levanter"
 THEIRS = {layer: layer.__call__ for layer in (Qwen3MoeSparseMoeBlock, MixtralSparseMoeBlock)}
-COMMON = dict(max_seq_len=16, hidden_dim=64, num_layers=2, num_heads=4, num_kv_heads=4, num_experts_per_tok=2,
-              attn_backend="vanilla", reference_checkpoint="none", tokenizer="none")  # fmt: skip
+COMMON = dict(
+    max_seq_len=16,
+    hidden_dim=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    num_experts_per_tok=2,
+    attn_backend="vanilla",
+    reference_checkpoint="none",
+    tokenizer="none",
+)
 CONFIGS = {
     "Qwen3-MoE": Qwen3MoeConfig(
-        **COMMON, intermediate_dim=128, moe_intermediate_dim=128, head_dim=16, num_experts=8, router_aux_loss_coef=0.01
+        **COMMON,
+        intermediate_dim=128,
+        moe_intermediate_dim=128,
+        head_dim=16,
+        num_experts=8,
+        router_aux_loss_coef=0.01,
     ),
     "Qwen3-MoE, norm_topk_prob=False": Qwen3MoeConfig(
-        **COMMON, intermediate_dim=128, moe_intermediate_dim=128, head_dim=16, num_experts=8, norm_topk_prob=False
+        **COMMON,
+        intermediate_dim=128,
+        moe_intermediate_dim=128,
+        head_dim=16,
+        num_experts=8,
+        norm_topk_prob=False,
     ),
-    "Mixtral": MixtralConfig(**COMMON, intermediate_dim=128, n_routed_experts=8, lbl_coef=0.01, rzl_coef=0.001),
+    "Mixtral": MixtralConfig(
+        **COMMON,
+        intermediate_dim=128,
+        n_routed_experts=8,
+        lbl_coef=0.01,
+        rzl_coef=0.001,
+    ),
 }
 MESHES = {
     "one device": {"data": 1, "model": 1},
@@ -44,13 +69,19 @@ def results(config, axes: dict[str, int]):
     Levanter's default mapping leaves its axis `token` whole. Where a mapping splits `token`, the count of rows of each
     expert is that of one device, and its `ragged_dot` of the CPU, which runs outside of its `shard_map`, is wrong.
     """
-    mapping, count = MeshConfig(), axes["data"] * axes["model"]
+    mapping = MeshConfig()
+    count = axes["data"] * axes["model"]
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:count])
     compute = mapping.resolved_compute_mapping | {"batch": "data"}
-    vocab, batch, position = hax.Axis("vocab", 256), hax.Axis("batch", DEVICES), config.max_Pos
+    vocab = hax.Axis("vocab", 256)
+    batch = hax.Axis("batch", DEVICES)
+    position = config.max_Pos
     with jax.set_mesh(mesh), hax.axis_mapping(compute):
-        init = hax.named_jit(config.model_type.init, out_axis_resources=mapping.resolved_param_mapping)
+        init = hax.named_jit(
+            config.model_type.init,
+            out_axis_resources=mapping.resolved_param_mapping,
+        )
         model = init(vocab, config, key=jax.random.key(0))
         params, static = eqx.partition(model, eqx.is_inexact_array)
         params = jax.jit(perturb)(params)
@@ -76,7 +107,10 @@ def main() -> None:
     cases = [("Qwen3-MoE", CONFIGS["Qwen3-MoE"], mesh, None) for mesh in MESHES]
     cases += [(what, config, "data4 model2", None) for what, config in CONFIGS.items() if what != "Qwen3-MoE"]
     single = dataclasses.replace(CONFIGS["Qwen3-MoE"], num_layers=1)
-    for what, config, mesh, recipe in [*cases, ("Qwen3-MoE, one layer", single, "data4 model2", "fp8_block")]:
+    for what, config, mesh, recipe in [
+        *cases,
+        ("Qwen3-MoE, one layer", single, "data4 model2", "fp8_block"),
+    ]:
         for layer, call in THEIRS.items():
             layer.__call__ = call
         want = results(config, MESHES[mesh])

@@ -29,17 +29,30 @@ override_model_config=True log_config=False skip_jax_distributed_system=True loa
 DEEPSEEK = """model_name=deepseek3-tiny first_num_dense_layers=1 n_routing_groups=4 topk_routing_group=2
 num_experts_per_tok=4"""
 MIXTRAL = "model_name=mixtral-8x7b"
-DENSE = "sparse_matmul=False"  # XLA:CPU has no ragged all-to-all, so MaxText's experts on CPUs need its dense product
+# XLA:CPU has no ragged all-to-all, so MaxText's experts on CPUs need its dense product
+DENSE = "sparse_matmul=False"
 RING = "use_ring_of_experts=True megablox=True"
 CUBE = f"ici_fsdp_parallelism=2 ici_expert_parallelism=2 ici_tensor_parallelism=2 {DENSE}"
 PIPELINE = "ici_pipeline_parallelism=2 num_pipeline_microbatches=2 per_device_batch_size=2"
 MODELS = [  # what is compared, settings of MaxText, options of moax
     ("Mixtral", f"{MIXTRAL} ici_fsdp_parallelism=8", {}),
     ("Mixtral", f"{MIXTRAL} ici_expert_parallelism=8 {DENSE}", {}),
-    ("Mixtral, ring of experts", f"{MIXTRAL} ici_fsdp_parallelism=2 ici_expert_parallelism=4 {RING}", {}),
-    ("Mixtral", f"{MIXTRAL} ici_data_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2", {}),
+    (
+        "Mixtral, ring of experts",
+        f"{MIXTRAL} ici_fsdp_parallelism=2 ici_expert_parallelism=4 {RING}",
+        {},
+    ),
+    (
+        "Mixtral",
+        f"{MIXTRAL} ici_data_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2",
+        {},
+    ),
     ("Qwen3-MoE", f"model_name=qwen3-30b-a3b {CUBE}", {}),
-    ("GPT-OSS", f"model_name=gpt-oss-20b ici_fsdp_parallelism=4 ici_expert_parallelism=2 {DENSE}", {}),
+    (
+        "GPT-OSS",
+        f"model_name=gpt-oss-20b ici_fsdp_parallelism=4 ici_expert_parallelism=2 {DENSE}",
+        {},
+    ),
     ("DeepSeek-V3", f"{DEEPSEEK} ici_fsdp_parallelism=4 ici_expert_parallelism=2 {DENSE}", {}),
     ("Mixtral", f"{MIXTRAL} ici_fsdp_parallelism=4 ici_fsdp_transpose_parallelism=2", {}),
     ("Mixtral", f"{MIXTRAL} ici_fsdp_parallelism=4 ici_context_parallelism=2", {}),
@@ -63,14 +76,24 @@ def model_results(settings: str, call, devices=None):
         model = maxtext_utils_nnx.create_nnx_sharded_model(abstract, create, mesh=mesh)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         params = jax.jit(perturb)(params)
-        tokens = jax.random.randint(jax.random.key(1), (DEVICES, config.max_target_length), 0, config.vocab_size)
+        tokens = jax.random.randint(
+            jax.random.key(1),
+            (DEVICES, config.max_target_length),
+            0,
+            config.vocab_size,
+        )
         tokens = jnp.tile(tokens, (max(int(config.per_device_batch_size), 1), 1))
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         dy = jax.random.normal(jax.random.key(2), (*tokens.shape, config.vocab_size)) / tokens.size
 
         def loss(params):
             model = nnx.merge(graph, params, rest, copy=True)
-            logits = model(tokens, positions, decoder_segment_ids=jnp.ones_like(tokens), enable_dropout=False)
+            logits = model(
+                tokens,
+                positions,
+                decoder_segment_ids=jnp.ones_like(tokens),
+                enable_dropout=False,
+            )
             return jnp.vdot(logits, dy), logits
 
         (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

@@ -30,21 +30,32 @@ async_checkpointing=False enable_goodput_recording=False monitor_goodput=False
 ici_fsdp_parallelism=2 ici_expert_parallelism=2 ici_tensor_parallelism=2""".split()
 
 
-def train(program: list[str], folder: Path, run: str, steps: int, *settings: str) -> dict[int, list[float]]:
+def train(
+    program: list[str],
+    folder: Path,
+    run: str,
+    steps: int,
+    *settings: str,
+) -> dict[int, list[float]]:
     """Runs a training command up to `steps`, and returns the loss and the norm of the gradients of each step."""
     import maxtext  # here, since it starts JAX
 
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     metrics = folder / f"{run}-{steps}-{len(list(folder.iterdir()))}.txt"
-    paths = [f"base_output_directory={folder}", f"run_name={run}", f"metrics_file={metrics}", f"steps={steps}"]
+    paths = [
+        f"base_output_directory={folder}",
+        f"run_name={run}",
+        f"metrics_file={metrics}",
+        f"steps={steps}",
+    ]
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, *program, str(base), *SETTINGS, *settings, *paths]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    found = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {int(line["step"]): [float(line[f"learning/{name}"]) for name in ("loss", "grad_norm")] for line in found}
+    written = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {int(line["step"]): [float(line[f"learning/{name}"]) for name in ("loss", "grad_norm")] for line in written}
 
 
 def off(got: dict[int, list[float]], want: dict[int, list[float]]) -> dict[str, float]:
@@ -64,22 +75,37 @@ def main() -> None:
         shutil.copytree(folder / "stock", folder / "resumed")
         want = train(STOCK, folder, "stock", 4)
         mesh = "fsdp2 tensor2 expert2"
-        first = train([str(ADAPTER), "none"], folder, "moax", 2)
+        ours = train([str(ADAPTER), "none"], folder, "moax", 2)
         row(
             NAME,
-            f"training command, losses {' '.join(f'{v[0]:.4f}' for v in first.values())}",
+            f"training command, losses {' '.join(f'{v[0]:.4f}' for v in ours.values())}",
             mesh,
             None,
             2e-5,
-            **off(first, begun),
+            **off(ours, begun),
         )
         resumed = train([str(ADAPTER), "none"], folder, "resumed", 4)
-        row(NAME, "training command, from MaxText's checkpoint", mesh, None, 2e-5, **off(resumed, want))
+        row(
+            NAME,
+            "training command, from MaxText's checkpoint",
+            mesh,
+            None,
+            2e-5,
+            **off(resumed, want),
+        )
         quantized = train([str(ADAPTER), "fp8_block"], folder, "fp8", 2)
         row(NAME, "training command", mesh, "fp8_block", FP8, **off(quantized, begun))
         two = ("gradient_accumulation_steps=2", "scan_layers=False")
-        each, once = (train([str(way), "fp8_block"], folder, way.stem, 2, *two) for way in (ADAPTER, KEPT))
-        row(NAME, "weights quantized once for two microbatches", mesh, "fp8_block", 2e-5, **off(once, each))
+        each = train([str(ADAPTER), "fp8_block"], folder, ADAPTER.stem, 2, *two)
+        once = train([str(KEPT), "fp8_block"], folder, KEPT.stem, 2, *two)
+        row(
+            NAME,
+            "weights quantized once for two microbatches",
+            mesh,
+            "fp8_block",
+            2e-5,
+            **off(once, each),
+        )
     finally:
         shutil.rmtree(folder)
 

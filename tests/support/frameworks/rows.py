@@ -16,7 +16,9 @@ import jax
 from compare import rel_error, rel_norm
 
 DEVICES = 8
-EXACT, FP8 = 5e-6, 0.12  # the limits of float32, and of fp8_block against unquantized float32
+# These are the limits of float32, and of fp8_block against unquantized float32.
+EXACT = 5e-6
+FP8 = 0.12
 MARK = "ROW "
 PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 
@@ -43,19 +45,34 @@ def worst(got, want, measure=rel_error) -> float:
     return max((measure(g, w) for g, w in pairs), default=0.0)
 
 
-def row(framework: str, what: str, mesh: str, recipe: str | None, limit: float | None = None, **errors: float) -> None:
+def row(
+    framework: str,
+    what: str,
+    mesh: str,
+    recipe: str | None,
+    limit: float | None = None,
+    **errors: float,
+) -> None:
     """Prints a row. Without a limit, it is that of the recipe."""
-    limit = (EXACT if recipe is None else FP8) if limit is None else limit
-    right = bool(errors) and all(value <= limit for value in errors.values())  # a NaN is at most no limit
-    found = dict(
-        framework=framework, what=what, mesh=mesh, recipe=recipe or "-", limit=limit, right=right, errors=errors
+    if limit is None:
+        limit = EXACT if recipe is None else FP8
+    # A NaN is at most no limit.
+    right = bool(errors) and all(value <= limit for value in errors.values())
+    results = dict(
+        framework=framework,
+        what=what,
+        mesh=mesh,
+        recipe=recipe or "-",
+        limit=limit,
+        right=right,
+        errors=errors,
     )
-    print(MARK + json.dumps(found), flush=True)
+    print(MARK + json.dumps(results), flush=True)
 
 
 def names_of(page: str, heading: str) -> set[str]:
     """Returns the names in backticks, of three or more letters, in the columns of this heading on a page of how-to."""
-    column, found = None, set()
+    column, seen = None, set()
     for line in (PAGES / page).read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if heading in cells:
@@ -63,15 +80,15 @@ def names_of(page: str, heading: str) -> set[str]:
         elif not cells:
             column = None
         elif column is not None and len(cells) > column:
-            found |= set(re.findall(r"`\"?([a-z0-9_]{3,})\"?(?:=[^`]*)?`", cells[column]))
-    return found
+            seen |= set(re.findall(r"`\"?([a-z0-9_]{3,})\"?(?:=[^`]*)?`", cells[column]))
+    return seen
 
 
-def names_row(framework: str, found: set[str], known: set[str]) -> None:
+def names_row(framework: str, named: set[str], known: set[str]) -> None:
     """Prints a row: how many of the names of a page are not known."""
-    unknown = sorted(found - known)
-    assert len(found) > 10, f"the page has no table with a column of {framework}"
-    what = f"{len(found)} names of the page, unknown: {', '.join(unknown) or 'none'}"
+    unknown = sorted(named - known)
+    assert len(named) > 10, f"the page has no table with a column of {framework}"
+    what = f"{len(named)} names of the page, unknown: {', '.join(unknown) or 'none'}"
     row(framework, what, "-", None, limit=0, unknown=len(unknown))
 
 
@@ -82,7 +99,12 @@ def compare(framework, what, mesh, recipe, got, want) -> None:
     """
     measure = rel_error if recipe is None else rel_norm
     row(
-        framework, what, mesh, recipe, logits=worst(got[0], want[0], measure), gradients=worst(got[1], want[1], measure)
+        framework,
+        what,
+        mesh,
+        recipe,
+        logits=worst(got[0], want[0], measure),
+        gradients=worst(got[1], want[1], measure),
     )
 
 

@@ -14,7 +14,13 @@ from rows import names_of, names_row
 
 SOURCES = [  # package, module, page, heading of the column, files that must have the names
     ("megatron-core", "megatron.core", "maxtext-megatron.md", "Megatron-Core", "**/*.py"),
-    ("transformer-engine", "transformer_engine", "transformer-engine.md", "Transformer Engine", "jax/**/*.py"),
+    (
+        "transformer-engine",
+        "transformer_engine",
+        "transformer-engine.md",
+        "Transformer Engine",
+        "jax/**/*.py",
+    ),
 ]
 
 
@@ -25,7 +31,11 @@ def main() -> None:
         folder = Path(spec.submodule_search_locations[0]).joinpath(*module.split(".")[1:])
         words = {word for path in folder.glob(files) for word in re.findall(r"\w+", path.read_text())}
         assert len(words) > 1000, f"{folder} has no sources"
-        names_row(f"{heading} {importlib.metadata.version(package)}", names_of(page, heading), words)
+        names_row(
+            f"{heading} {importlib.metadata.version(package)}",
+            names_of(page, heading),
+            words,
+        )
 
 
 if __name__ == "__main__":

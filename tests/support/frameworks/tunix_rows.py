@@ -17,16 +17,30 @@ from tunix.models.qwen3 import model  # noqa: E402
 NAME = "tunix 0.1.7"
 THEIRS = model.MoELayer.__call__
 CONFIG = model.ModelConfig(
-    num_layers=2, vocab_size=256, embed_dim=64, hidden_dim=128, num_heads=4, head_dim=16, num_kv_heads=4,
-    rope_theta=10_000, norm_eps=1e-6, num_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
+    num_layers=2,
+    vocab_size=256,
+    embed_dim=64,
+    hidden_dim=128,
+    num_heads=4,
+    head_dim=16,
+    num_kv_heads=4,
+    rope_theta=10_000,
+    norm_eps=1e-6,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
 MESHES = {"one device": (1, 1), "fsdp8": (8, 1), "fsdp4 tp2": (4, 2)}
 
 
 def results(config: model.ModelConfig, sizes: tuple[int, int]):
     """Returns the logits and all gradients on a mesh of tunix's axes, its parameters laid out by its own shardings."""
     count = sizes[0] * sizes[1]
-    mesh = jax.make_mesh(sizes, ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:count])
+    mesh = jax.make_mesh(
+        sizes,
+        ("fsdp", "tp"),
+        (jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:count],
+    )
     with jax.set_mesh(mesh):
         graph, state, rest = nnx.split(model.Qwen3(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
         state = jax.jit(perturb, out_shardings=nnx.get_named_sharding(state, mesh))(state)
@@ -50,7 +64,10 @@ def main() -> None:
     A second layer would route a few tokens to other experts, since its logits are those of quantized values.
     """
     cases = [(CONFIG, mesh, None) for mesh in MESHES]
-    for config, mesh, recipe in [*cases, (dataclasses.replace(CONFIG, num_layers=1), "fsdp4 tp2", "fp8_block")]:
+    for config, mesh, recipe in [
+        *cases,
+        (dataclasses.replace(CONFIG, num_layers=1), "fsdp4 tp2", "fp8_block"),
+    ]:
         model.MoELayer.__call__ = THEIRS
         want = results(config, MESHES[mesh])
         tunix_adapter.install(recipe=recipe)

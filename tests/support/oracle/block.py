@@ -48,13 +48,23 @@ class Result:
     dparams: dict[str, np.ndarray]
 
 
-def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout(), d_losses=(0.0, 0.0), kept=None):
-    """The block of x [T, H] for the cotangents dy [T, H] and d_losses (of the aux loss and the z loss).
+def block(
+    x,
+    params: moax.MoEParams,
+    config,
+    dy,
+    recipe=None,
+    *,
+    layout=Layout(),
+    d_losses=(0.0, 0.0),
+    kept=None,
+):
+    """Computes the block of x [T, H] for the cotangents dy [T, H] and d_losses (of the aux loss and the z loss).
 
     kept [T, K]: which assignments found room; the others add nothing and have no gradient.
     """
-    given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
-    p = {n: np.asarray(v, np.float64) for n, v in given.items() if v is not None}
+    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    p = {n: np.asarray(v, np.float64) for n, v in fields.items() if v is not None}
     x, dy = ops.wide(x, dy)
     logits = x @ p["router"] + (p["logits_bias"][None] if "logits_bias" in p else 0.0)
     experts = ops.choose_experts(logits, config.router, config.top_k, p.get("router_bias"))
@@ -63,15 +73,37 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
 
     scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
     r = get_recipes(recipe)
-    rows, d_rows, down, up = x, dy, p.get("latent_down"), p.get("latent_up")
+    rows = x
+    d_rows = dy
+    down = p.get("latent_down")
+    up = p.get("latent_up")
     if down is not None:  # the experts' cotangent needs their sum in no place
-        rows, d_rows = _dense(x, down, r.wi, layout), _dense_grad(dy, up, r.wo, layout)
-    y, dx, grads, d_weights = _experts(rows, p, config, d_rows, r, layout, experts, scale * weights, kept)
+        rows = _dense(x, down, r.wi, layout)
+        d_rows = _dense_grad(dy, up, r.wo, layout)
+    y, dx, grads, d_weights = _experts(
+        rows,
+        p,
+        config,
+        d_rows,
+        r,
+        layout,
+        experts,
+        scale * weights,
+        kept,
+    )
     if down is not None:
-        grads |= {"latent_up": _dense_wgrad(y, dy, r.wo, layout), "latent_down": _dense_wgrad(x, dx, r.wi, layout)}
-        y, dx = _dense(y, up, r.wo, layout), _dense_grad(dx, down, r.wi, layout)
+        grads |= {
+            "latent_up": _dense_wgrad(y, dy, r.wo, layout),
+            "latent_down": _dense_wgrad(x, dx, r.wi, layout),
+        }
+        y = _dense(y, up, r.wo, layout)
+        dx = _dense_grad(dx, down, r.wi, layout)
     if "expert_scale" in p:
-        grads["expert_scale"] = np.bincount(experts.ravel(), (d_weights * weights).ravel(), config.num_experts)
+        grads["expert_scale"] = np.bincount(
+            experts.ravel(),
+            (d_weights * weights).ravel(),
+            config.num_experts,
+        )
     d_weights = d_weights * scale
     d_logits = ops.route_losses_grad(logits, experts, config.router, d_weights, *d_losses)
     dx = dx + d_logits @ p["router"].T
@@ -83,53 +115,73 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
     if "shared_wi" in p:
         gate = ops.sigmoid(x @ p["shared_gate"])[:, None] if "shared_gate" in p else 1.0
         shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, r, layout)
-        y, dx, grads = y + gate * shared_y, dx + shared_dx, grads | shared
+        y = y + gate * shared_y
+        dx = dx + shared_dx
+        grads = grads | shared
         if "shared_gate" in p:
             d_gate = ((dy * shared_y).sum(-1, keepdims=True) * gate * (1.0 - gate))[:, 0]
-            dx, grads["shared_gate"] = dx + d_gate[:, None] * p["shared_gate"], x.T @ d_gate
+            dx = dx + d_gate[:, None] * p["shared_gate"]
+            grads["shared_gate"] = x.T @ d_gate
     counts = np.bincount(experts.reshape(-1), minlength=config.num_experts)
-    stats = {"aux_loss": aux, "z_loss": z, "tokens_per_expert": counts, "dropped": int((~kept).sum())}
+    stats = {
+        "aux_loss": aux,
+        "z_loss": z,
+        "tokens_per_expert": counts,
+        "dropped": int((~kept).sum()),
+    }
     return Result(y, stats, dx, grads)
 
 
 def _sorted(experts, kept, num_experts: int, groups: int):
-    """(token, choice) of each sorted row, and (expert, its rows) of each expert in each token group.
+    """Returns (token, choice) of each sorted row, and (expert, its rows) of each expert in each token group.
 
     2 experts and 2 groups of 2 tokens: rows of group 0 for expert 0, then for expert 1, then those of group 1.
     """
-    size, rows, segments = len(experts) // groups, [], []
+    size = len(experts) // groups
+    rows = []
+    segments = []
     for group in range(groups):
         part = slice(group * size, (group + 1) * size)
         for e in range(num_experts):
-            found = np.argwhere((experts[part] == e) & kept[part]) + [group * size, 0]
+            positions = np.argwhere((experts[part] == e) & kept[part]) + [group * size, 0]
             start = sum(map(len, rows))
-            rows.append(found)
-            segments.append((e, slice(start, start + len(found))))
+            rows.append(positions)
+            segments.append((e, slice(start, start + len(positions))))
     return np.concatenate(rows), segments
 
 
 def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
-    """y, dx, gradients of the experts' parameters, and d weights [T, K]."""
+    """Computes y, dx, gradients of the experts' parameters, and d weights [T, K]."""
     where, segments = _sorted(experts, kept, config.num_experts, layout.groups)
-    token, weight = where[:, 0], weights[where[:, 0], where[:, 1]]
-    spans, tp = [rows for _, rows in segments], layout.tp
-    wi, wo = p["wi"], p["wo"]
-    bi, bo = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:])), p.get("bo", np.zeros(wo.shape[::2]))
+    token = where[:, 0]
+    weight = weights[where[:, 0], where[:, 1]]
+    spans = [rows for _, rows in segments]
+    tp = layout.tp
+    wi = p["wi"]
+    wo = p["wo"]
+    bi = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:]))
+    bo = p.get("bo", np.zeros(wo.shape[::2]))
     w = {
         "wi": {over: round_weight(wi, r.wi.w, over, 3, tp) for over in ("rows", "columns")},
         "wo": {over: round_weight(wo, r.wo.w, over, 1, tp) for over in ("rows", "columns")},
     }
-    rows, d_o, at = x[token], dy[token], config.weights_at
-    act, column = (config.activation, config.activation_limit), weight[:, None]
-    before, hidden, after = (column if at == place else 1.0 for place in ("input", "hidden", "output"))
-    inside = 1.0 if at == "input" else column  # the weight between h and o
+    rows = x[token]
+    d_o = dy[token]
+    weights_at = config.weights_at
+    act = (config.activation, config.activation_limit)
+    column = weight[:, None]
+    before = column if weights_at == "input" else 1.0
+    hidden = column if weights_at == "hidden" else 1.0
+    after = column if weights_at == "output" else 1.0
+    inside = 1.0 if weights_at == "input" else column  # the weight between h and o
 
     def multiply(v, name, over, shape):
         out = np.zeros((len(v), *shape))
         for e, span in segments:
-            of = w[name][over][e].reshape(w[name][over].shape[1], -1)
-            out[span] = (v[span].reshape(-1, of.shape[0 if over == "rows" else 1])
-                         @ (of if over == "rows" else of.T)).reshape(-1, *shape)  # fmt: skip
+            matrix = w[name][over][e].reshape(w[name][over].shape[1], -1)
+            out[span] = (
+                v[span].reshape(-1, matrix.shape[0 if over == "rows" else 1]) @ (matrix if over == "rows" else matrix.T)
+            ).reshape(-1, *shape)
         return out
 
     def summed(left, right, like):
@@ -139,7 +191,9 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
         return out
 
     def biases(b):
-        return np.concatenate([np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments])
+        return np.concatenate(
+            [np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments],
+        )
 
     h = multiply(round_rows(rows, r.wi.x, "columns", spans), "wi", "rows", wi.shape[2:]) + biases(bi)
     weighted = h * np.reshape(before, (-1, 1, 1))
@@ -150,20 +204,35 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     np.add.at(y, token, after * o)
 
     d_a = multiply(round_rows(d_o, r.wo.dy, "columns", spans), "wo", "columns", wo.shape[1:2])
-    d_wo = summed(round_rows(inside * a, r.wo.x, "rows", spans, tp), round_rows(d_o, r.wo.dy, "rows", spans), wo)
+    d_wo = summed(
+        round_rows(inside * a, r.wo.x, "rows", spans, tp),
+        round_rows(d_o, r.wo.dy, "rows", spans),
+        wo,
+    )
     d_weighted = ops.activate_grad(weighted, act[0], inside * d_a, act[1])
     d_h = d_weighted * np.reshape(before, (-1, 1, 1))
-    d_wi = summed(round_rows(rows, r.wi.x, "rows", spans), round_rows(d_h, r.wi.dy, "rows", spans, tp), wi)
-    d_rows = multiply(round_rows(d_h, r.wi.dy, "columns", spans, tp), "wi", "columns", wi.shape[1:2])
+    d_wi = summed(
+        round_rows(rows, r.wi.x, "rows", spans),
+        round_rows(d_h, r.wi.dy, "rows", spans, tp),
+        wi,
+    )
+    d_rows = multiply(
+        round_rows(d_h, r.wi.dy, "columns", spans, tp),
+        "wi",
+        "columns",
+        wi.shape[1:2],
+    )
     dx = np.zeros(x.shape)
     np.add.at(dx, token, d_rows)
     d_weights = np.zeros(weights.shape)
-    inner = (d_weighted * h).sum((-2, -1)) if at == "input" else (d_a * a).sum(-1) + (d_o * biases(bo)).sum(-1)
+    inner = (d_weighted * h).sum((-2, -1)) if weights_at == "input" else (d_a * a).sum(-1) + (d_o * biases(bo)).sum(-1)
     d_weights[where[:, 0], where[:, 1]] = inner
     grads = {"wi": d_wi, "wo": d_wo}
     for name, d in (("bi", d_h), ("bo", weight[:, None] * d_o)):
         if name in p:
-            grads[name] = np.stack([sum(d[s].sum(0) for g, s in segments if g == e) for e in range(len(wi))])
+            grads[name] = np.stack(
+                [sum(d[s].sum(0) for g, s in segments if g == e) for e in range(len(wi))],
+            )
     return y, dx, grads, d_weights
 
 
@@ -186,17 +255,28 @@ def _dense_wgrad(x, dy, r, layout: Layout):
 
 
 def _shared(x, p, config, dy, r, layout: Layout):
-    """y, dx and gradients of the shared expert, whose weights are one matrix each."""
-    wi, wo, tp = p["shared_wi"], p["shared_wo"], layout.tp
+    """Computes y, dx and gradients of the shared expert, whose weights are one matrix each."""
+    wi = p["shared_wi"]
+    wo = p["shared_wo"]
+    tp = layout.tp
     spans = _spans(x, layout)
-    by = {over: (round_weight(wi[None], r.wi.w, over, 3, tp)[0].reshape(len(wi), -1),
-                 round_weight(wo[None], r.wo.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
+    by = {
+        over: (
+            round_weight(wi[None], r.wi.w, over, 3, tp)[0].reshape(len(wi), -1),
+            round_weight(wo[None], r.wo.w, over, 1, tp)[0],
+        )
+        for over in ("rows", "columns")
+    }
     h = (round_rows(x, r.wi.x, "columns", spans) @ by["rows"][0]).reshape(-1, *wi.shape[1:])
     a = ops.activate(h, config.activation, config.activation_limit)
     y = round_rows(a, r.wo.x, "columns", spans, tp) @ by["rows"][1]
     d_a = round_rows(dy, r.wo.dy, "columns", spans) @ by["columns"][1].T
     d_wo = round_rows(a, r.wo.x, "rows", spans, tp).T @ round_rows(dy, r.wo.dy, "rows", spans)
     d_h = ops.activate_grad(h, config.activation, d_a, config.activation_limit)
-    d_wi = np.tensordot(round_rows(x, r.wi.x, "rows", spans), round_rows(d_h, r.wi.dy, "rows", spans, tp), (0, 0))
+    d_wi = np.tensordot(
+        round_rows(x, r.wi.x, "rows", spans),
+        round_rows(d_h, r.wi.dy, "rows", spans, tp),
+        (0, 0),
+    )
     dx = round_rows(d_h, r.wi.dy, "columns", spans, tp).reshape(len(x), -1) @ by["columns"][0].T
     return y, dx, {"shared_wi": d_wi, "shared_wo": d_wo}

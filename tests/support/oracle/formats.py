@@ -19,7 +19,8 @@ def round_to(y, dtype: str) -> np.ndarray:
 
 
 def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
-    """The largest |x| of each block; the last block of a dim may be short. (4, 5) in blocks of (1, 2) gives (4, 3)."""
+    """Returns the largest |x| of each block; the last block of a dim may be short. (4, 5) in blocks of (1, 2) gives
+    (4, 3)."""
     for dim, b in enumerate(block):
         starts = np.arange(0, x.shape[dim], max(x.shape[dim], 1) if b is None else b)
         x = np.maximum.reduceat(np.abs(x), starts, axis=dim)
@@ -43,7 +44,7 @@ def scale_of(amax: np.ndarray, format: Format) -> np.ndarray:
 
 
 def quantize(x: np.ndarray, format: Format, block: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """(values of the format in float64, scales in float32) of an array that one device holds."""
+    """Returns (values of the format in float64, scales in float32) of an array that one device holds."""
     x = np.asarray(x, np.float32)
     scales = scale_of(by_blocks(np.where(np.isfinite(x), x, np.float32(0)), block), format)
     return round_to(x * expand(np.float32(1) / scales, x.shape, block), format.dtype), scales
@@ -57,8 +58,14 @@ def round_trip(x: np.ndarray, format: Format | None, block: tuple | None) -> np.
     return (values * expand(scales, values.shape, block)).astype(np.float32).astype(np.float64)
 
 
-def round_weight(w: np.ndarray, format: Format | None, contracted: str, tp_dim: int | None = None, tp: int = 1):
-    """w [E, K, *C] as a product over K ("rows") or over C ("columns") sees it.
+def round_weight(
+    w: np.ndarray,
+    format: Format | None,
+    contracted: str,
+    tp_dim: int | None = None,
+    tp: int = 1,
+):
+    """Returns w [E, K, *C] as a product over K ("rows") or over C ("columns") sees it.
 
     The columns are one flat dim: of wi [E, H, 2, F] a block may lie over the end of the gate and the start of the up
     projection. How FSDP shards w does not matter; each of `tp` parts of the dim `tp_dim` is quantized by itself.
@@ -75,8 +82,14 @@ def round_weight(w: np.ndarray, format: Format | None, contracted: str, tp_dim: 
     return np.concatenate(parts, axis=tp_dim or 0)
 
 
-def round_rows(x: np.ndarray, format: Format | None, contracted: str, segments=None, tp: int = 1) -> np.ndarray:
-    """Rows x [M, *C] as a product over C ("columns") or over M ("rows") sees them.
+def round_rows(
+    x: np.ndarray,
+    format: Format | None,
+    contracted: str,
+    segments=None,
+    tp: int = 1,
+) -> np.ndarray:
+    """Returns rows x [M, *C] as a product over C ("columns") or over M ("rows") sees them.
 
     segments: slices of rows in which blocks of rows start anew, those of an expert on a device. tp: in how many parts,
     each quantized by itself, the last dim is split.
@@ -107,8 +120,19 @@ def round_rows(x: np.ndarray, format: Format | None, contracted: str, segments=N
     return out
 
 
-def fake_operands(x, w, dy, recipe: Recipe, real=None, *, shards: int = 1, tp_dim: int | None = None, tp: int = 1):
-    """What the products see of x [M, K], w [E, K, *C] and dy [M, *C], each rounded along the dim that is contracted:
+def fake_operands(
+    x,
+    w,
+    dy,
+    recipe: Recipe,
+    real=None,
+    *,
+    shards: int = 1,
+    tp_dim: int | None = None,
+    tp: int = 1,
+):
+    """Returns what the products see of x [M, K], w [E, K, *C] and dy [M, *C], each rounded along the dim that is
+    contracted:
 
         (x, w) of forward, (x of wgrad, w of dgrad), (dy of dgrad, dy of wgrad)
 
@@ -117,7 +141,8 @@ def fake_operands(x, w, dy, recipe: Recipe, real=None, *, shards: int = 1, tp_di
     of which each of `tp` parts is quantized by itself: 1 (x is split with it) or the last one (dy is).
     """
     real = np.ones(len(x), bool) if real is None else real
-    x, dy = (np.where(real.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0).astype(np.float32) for v in (x, dy))
+    x = np.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).astype(np.float32)
+    dy = np.where(real.reshape(-1, *[1] * (dy.ndim - 1)), dy, 0.0).astype(np.float32)
     n = len(x) // shards
     segments = [slice(i * n, (i + 1) * n) for i in range(shards)]
     of_x, of_dy = (tp if tp_dim == dim else 1 for dim in (1, np.ndim(w) - 1))

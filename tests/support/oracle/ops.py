@@ -42,7 +42,7 @@ def silu_grad(z, slope=1.0):
 
 
 def limit_of(activation: str, limit):
-    """The limit of gate and up; infinity where there is none."""
+    """Returns the limit of gate and up; infinity where there is none."""
     return limit or (7.0 if activation == "swiglu_oai" else np.inf)
 
 
@@ -50,7 +50,8 @@ def activate(h, activation: str, limit=None):
     """Computes act(gate) * up, or act(up)."""
     (h,) = wide(h)
     limit = limit_of(activation, limit)
-    gate, up = np.minimum(h[..., 0, :], limit), np.clip(h[..., -1, :], -limit, limit)
+    gate = np.minimum(h[..., 0, :], limit)
+    up = np.clip(h[..., -1, :], -limit, limit)
     if activation == "swiglu":
         return gate * sigmoid(gate) * up
     if activation == "geglu":
@@ -66,7 +67,8 @@ def activate_grad(h, activation: str, d_a, limit=None):
     """Computes d h [..., G, F] from d a [..., F]; a value beyond the limit has no gradient."""
     h, d_a = wide(h, d_a)
     limit = limit_of(activation, limit)
-    gate, up = np.minimum(h[..., 0, :], limit), np.clip(h[..., -1, :], -limit, limit)
+    gate = np.minimum(h[..., 0, :], limit)
+    up = np.clip(h[..., -1, :], -limit, limit)
     if activation == "swiglu":
         parts = [d_a * up * silu_grad(gate), d_a * gate * sigmoid(gate)]
     elif activation == "geglu":
@@ -94,7 +96,8 @@ def score_grad(s, config: RouterConfig, d_s):
     """Computes d logits from d s, where s = score(logits)."""
     if config.score == "softmax":
         return s * (d_s - (d_s * s).sum(-1, keepdims=True))
-    if config.score == "sqrt_softplus":  # s^2 = log(1 + exp(l)), so that 1 - exp(-s^2) is sigmoid(l)
+    # s^2 = log(1 + exp(l)), so that 1 - exp(-s^2) is sigmoid(l)
+    if config.score == "sqrt_softplus":
         return d_s * -np.expm1(-(s**2)) / (2.0 * s)
     return d_s * s * (1.0 - s)
 
@@ -128,9 +131,10 @@ def _counts(experts, num_experts):
 
 
 def route_losses(logits, experts, config: RouterConfig):
-    """(weights [T, K], aux loss, z loss) of experts that are chosen."""
+    """Returns (weights [T, K], aux loss, z loss) of experts that are chosen."""
     (logits,) = wide(logits)
-    (tokens, top_k), num_experts = experts.shape, logits.shape[1]
+    tokens, top_k = experts.shape
+    num_experts = logits.shape[1]
     weights = _raw_weights(logits, experts, config)
     if config.normalize and top_k > 1:
         weights = weights / weights.sum(1, keepdims=True)
@@ -142,13 +146,17 @@ def route_losses(logits, experts, config: RouterConfig):
 
 
 def sequence_loss(logits, config: RouterConfig, top_k: int, rows):
-    """DeepSeek-V3's loss of a sequence: c sum_e f_e P_e, f_e = E / (K T) tokens[e], P_e = mean of the shares; the mean
-    over the sequences `rows` [T] of tokens."""
-    shares, experts, losses = softmax(logits), choose_experts(logits, config, top_k), []
+    """Computes DeepSeek-V3's loss of a sequence: c sum_e f_e P_e, f_e = E / (K T) tokens[e], P_e = mean of the
+    shares; the mean over the sequences `rows` [T] of tokens."""
+    shares = softmax(logits)
+    experts = choose_experts(logits, config, top_k)
+    losses = []
     for row in np.unique(rows):
         mine = rows == row
         factor = logits.shape[1] / (top_k * mine.sum())
-        losses.append(factor * np.sum(_counts(experts[mine], logits.shape[1]) * shares[mine].mean(0)))
+        losses.append(
+            factor * np.sum(_counts(experts[mine], logits.shape[1]) * shares[mine].mean(0)),
+        )
     return config.sequence_aux_loss * np.mean(losses)
 
 
@@ -158,14 +166,17 @@ def logsumexp(logits):
 
 
 def route_losses_grad(logits, experts, config: RouterConfig, d_weights, d_aux=0.0, d_z=0.0):
-    """d logits [T, E] of the cotangents of weights, aux loss and z loss."""
+    """Computes d logits [T, E] of the cotangents of weights, aux loss and z loss."""
     logits, d_weights, d_aux, d_z = wide(logits, d_weights, d_aux, d_z)
-    (tokens, top_k), num_experts = experts.shape, logits.shape[1]
-    raw, d_raw = _raw_weights(logits, experts, config), config.scale * d_weights
+    tokens, top_k = experts.shape
+    num_experts = logits.shape[1]
+    raw = _raw_weights(logits, experts, config)
+    d_raw = config.scale * d_weights
     if config.normalize and top_k > 1:
         total = raw.sum(1, keepdims=True)
         d_raw = (d_raw - (d_raw * raw).sum(1, keepdims=True) / total) / total
-    d_logits, s = np.zeros(logits.shape), score(logits, config)
+    d_logits = np.zeros(logits.shape)
+    s = score(logits, config)
     if config.order == "topk_then_score":
         np.put_along_axis(d_logits, experts, score_grad(raw, config, d_raw), axis=1)
     else:
@@ -209,23 +220,33 @@ def unpermute_grad(rows, position, weights, dy):
     """Computes d rows [N, H] and d weights [R, K] from dy [R, H]."""
     rows, weights, dy = wide(rows, weights, dy)
     which = one_hot(position, len(rows))
-    return np.einsum("rkn,rk,rh->nh", which, weights, dy), np.einsum("rkn,rh,nh->rk", which, dy, rows)
+    return np.einsum("rkn,rk,rh->nh", which, weights, dy), np.einsum(
+        "rkn,rh,nh->rk",
+        which,
+        dy,
+        rows,
+    )
 
 
 # Products.
 
 
 def dense_vjp(x, w, b, dy):
-    """y of x [..., K], w [K, *C], b [*C]; then d x, d w, d b of dy [..., *C]."""
+    """Computes y of x [..., K], w [K, *C], b [*C]; then d x, d w, d b of dy [..., *C]."""
     x, w, b, dy = wide(x, w, b, dy)
-    columns, leading = tuple(range(1, w.ndim)), tuple(range(x.ndim - 1))
+    columns = tuple(range(1, w.ndim))
+    leading = tuple(range(x.ndim - 1))
     of_dy = tuple(range(x.ndim - 1, dy.ndim))
     y = np.tensordot(x, w, 1) + b
-    return y, (np.tensordot(dy, w, (of_dy, columns)), np.tensordot(x, dy, (leading, leading)), dy.sum(leading))
+    return y, (
+        np.tensordot(dy, w, (of_dy, columns)),
+        np.tensordot(x, dy, (leading, leading)),
+        dy.sum(leading),
+    )
 
 
 def first_rows(sizes, align: int):
-    """The first row of each group, as `moax.kernels.groups` says, and how many rows hold all of them.
+    """Returns the first row of each group, as `moax.kernels.groups` says, and how many rows hold all of them.
 
     sizes (3, 0, 5) with align 4: first rows 0, 4, 4, and 12 rows in all.
     """
@@ -234,23 +255,27 @@ def first_rows(sizes, align: int):
 
 
 def grouped_matmul_vjp(x, w, sizes, bias, dy, align: int, shards=1, ranks=1, quantized=None):
-    """y, d x, d w, d bias of rows [M, K] and weights [E, K, *C], group by group, shard by shard.
+    """Computes y, d x, d w, d bias of rows [M, K] and weights [E, K, *C], group by group, shard by shard.
 
     ranks: rank r of `ranks` has the r-th part of the experts, and shard s is on rank s % ranks. quantized: the six
     operands of `formats.fake_operands` in place of x, w and dy.
     """
     x, w, dy = wide(x, w, dy)
     xf, wf, xw, wd, dd, dw_ = quantized or (x, w, x, w, dy, dy)
-    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    y = np.zeros(dy.shape)
+    dx = np.zeros(x.shape)
+    dw = np.zeros(w.shape)
     d_bias = np.zeros(w.shape[:1] + w.shape[2:])
     columns = tuple(range(1, dy.ndim))
-    local, experts = len(x) // shards, len(w) // ranks
+    local = len(x) // shards
+    experts = len(w) // ranks
     for shard in range(shards):
         mine = sizes[shard * experts :][:experts]
         for g, (start, n) in enumerate(zip(first_rows(mine, align)[0], mine, strict=True)):
-            e, at = shard % ranks * experts + g, slice(shard * local + start, shard * local + start + n)
-            y[at] = np.tensordot(xf[at], wf[e], 1) + (0 if bias is None else np.asarray(bias, np.float64)[e])
-            dx[at] = np.tensordot(dd[at], wd[e], (columns, columns))
-            dw[e] += np.tensordot(xw[at], dw_[at], (0, 0))
-            d_bias[e] += dy[at].sum(0)
+            e = shard % ranks * experts + g
+            span = slice(shard * local + start, shard * local + start + n)
+            y[span] = np.tensordot(xf[span], wf[e], 1) + (0 if bias is None else np.asarray(bias, np.float64)[e])
+            dx[span] = np.tensordot(dd[span], wd[e], (columns, columns))
+            dw[e] += np.tensordot(xw[span], dw_[span], (0, 0))
+            d_bias[e] += dy[span].sum(0)
     return y, dx, dw, d_bias
