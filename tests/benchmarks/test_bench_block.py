@@ -103,8 +103,8 @@ def test_mesh_that_does_not_fit(monkeypatch):
         (["train", "--mesh", "ep=2", "--peers", "torch"], "unknown torch; give some of all, none"),
         (["gemm", "--mesh", "ep=2"], "--mesh with gemm"),
         (
-            ["block", "--mesh", "ep=2", "--recipe", "fp8_block+kept"],
-            "--recipe fp8_block+kept with --mesh: it is for one",
+            ["imbalance", "--mesh", "ep=2", "--exchange", "all_gather", "--exchange", "all_to_all"],
+            "--exchange all_gather and all_to_all with imbalance: block alone takes several",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     for row in rows:
         assert row["us"] > 0
-        assert row["case"] == "tiny T64 ep=2"
+        assert row["case"] == "tiny T64 ep=2 all_to_all"
         assert row["extra"]["mesh"] == {"fsdp": 1, "ep": 2}
         assert row["impl"] == "moax"
         assert row["recipe"] == "none"
@@ -187,7 +187,8 @@ def test_buffers_have_their_bytes():
         shapes = block_worker.param_shapes(QWEN, mesh)
         options_by_factor = [options | {"buffer_factor": factor} for factor in (1.25, None)]
         built = [
-            block_worker.build(QWEN, own_options, mesh, shapes, None, 1024, True) for own_options in options_by_factor
+            block_worker.build(QWEN, own_options, None, mesh, shapes, None, 1024, True)
+            for own_options in options_by_factor
         ]
         saved = [memory["saved_bytes"] for _, memory in built]
     hidden = 2 * QWEN.d_ff * 2
