@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
+from moax.checks import log_once
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla import quantize as quantize_local
 from moax.recipe import RECIPES
 from support import TOKENS, gather_counts, make_mesh, some, spec
+from support.gpus import pretend
 
 CONFIG = moax.MoEConfig(d_model=256, d_ff=384, num_experts=8, top_k=2, use_bias=True)
 T = 256
 
 
-def of_one_pass(*program, **options) -> list[inspect.Collective]:
-    """The collectives of a balanced step, which takes no pass of the loop."""
+def of_one_round(*program, **options) -> list[inspect.Collective]:
+    """The collectives of a balanced step, which takes no overflow round."""
     return [c for c in inspect.collectives(*program, **options) if not c.open_loop]
 
 
@@ -58,7 +61,7 @@ def found(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str
             return y.astype(jnp.float32).sum() + stats.aux_loss
 
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        return of_one_pass(step, x, params, mesh=mesh), params
+        return of_one_round(step, x, params, mesh=mesh), params
 
 
 # (way, recipe, layout of weights, transport) of the programs; all but the first are left to `make test-more`.
@@ -183,7 +186,7 @@ def test_layers_of_different_configs_do_not_meet():
 
     with jax.set_mesh(make_mesh("2x4")):
         step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        collectives = of_one_pass(step, tokens(), [abstract_params(c) for c in configs])
+        collectives = of_one_round(step, tokens(), [abstract_params(c) for c in configs])
     gathered = sorted(c.shape for c in collectives if c.dtype == "uint8")
     each = [(2, 256, 2, 384), (2, 384, 256), (2, 256, 2, 128), (2, 128, 256)]
     assert gathered == sorted(2 * each)
@@ -199,7 +202,7 @@ def test_scanned_layers_gather_nothing_else():
 
     with jax.set_mesh(make_mesh("2x4")):
         step = jax.jit(jax.grad(loss, argnums=(0, 1)))
-        collectives = of_one_pass(step, tokens(), abstract_params(CONFIG, 3))
+        collectives = of_one_round(step, tokens(), abstract_params(CONFIG, 3))
     over_fsdp = [c for c in collectives if c.kind == "all-gather" and "fsdp" in c.axes]
     assert sum(c.dtype == "uint8" for c in over_fsdp) == 4 and all(c.times == 3 for c in over_fsdp)
     assert all(c.dtype == "uint8" or c.bytes < 100 for c in over_fsdp), "but for scales"
@@ -273,6 +276,18 @@ def test_a_dense_weight_does_not_wait_for_dy():
     gathers = [op.outvars[0] for op in shards_with(jaxpr, "all_gather")]
     expected = [(False, False), (False, True)]
     assert [(gathered in of_data, gathered in of_barrier) for gathered in gathers] == expected
+
+
+def test_options_of_the_compiler_are_said_once(monkeypatch, caplog):
+    """Breaks if no line tells a user on GPUs with fsdp of the options that hide the wire, or each call has one."""
+    pretend(monkeypatch, "gpu")
+    log_once.cache_clear()
+    with jax.set_mesh(make_mesh("8x1", "explicit")), caplog.at_level(logging.INFO, "moax"):
+        params = moax.init(jax.random.key(0), CONFIG)
+        x = jax.device_put(jnp.ones((64, CONFIG.d_model)), PartitionSpec("fsdp"))
+        for tokens in (x, jnp.concatenate([x, x])):
+            jax.eval_shape(lambda x: moax.moe(x, params, CONFIG, kernels="xla")[0], tokens)
+    assert len([message for message in caplog.messages if "moax.OVERLAP_OPTIONS" in message]) == 1
 
 
 def test_options_of_the_compiler():
