@@ -1,6 +1,6 @@
 """README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
 
-Covers: one page here, all of them in `make test-more`; commands; the public names of the reference.
+Covers: two pages here, all of them in `make test-more`; commands; the public names of the reference.
 """
 
 import re
@@ -23,19 +23,32 @@ DOCS = ROOT / "docs"
 NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
 
 
-# One page stands for all of them here.
+# Two pages stand for all of them here: one on the devices of the machine, and one that sets its devices.
 PROGRAMS = [p for p in NAMES if pages.programs(p)]
-SHORT = ("README.md",)
+SHORT = ("README.md", "docs/concepts/mesh.md")
 
 
-@pytest.mark.loose
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, id=NAMES[p], marks=() if NAMES[p] in SHORT else pytest.mark.more) for p in PROGRAMS],
 )
 def test_programs_run(path):
-    """Breaks if a reader who copies the blocks of a page in order gets an error, a warning, or other output."""
+    """Breaks if a reader who pastes the blocks of a page into a fresh interpreter gets an error, a warning, or other
+    output: one with no variable set, on a machine without a GPU."""
     pages.run_page(path)
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=NAMES.get)
+def test_a_page_sets_the_devices_of_its_mesh(path):
+    """Breaks if a page makes a mesh of more devices than a CPU has, and its first block does not set them, or if its
+    prose does not say so."""
+    first, *others = pages.programs(path)
+    count = re.search(r'"jax_num_cpu_devices", (\d+)', first.text)
+    if any("make_mesh(" in block.text for block in (first, *others)) and "device_count() //" not in first.text:
+        assert count, f"{first}: set the devices before the first use of JAX"
+    if count:
+        said = rf"act as {count[1]}|(four|eight) (emulated )?(CPU )?devices|no GPU"
+        assert re.search(said, " ".join(path.read_text().split())), f"{path}: say that it has {count[1]} devices"
 
 
 @pytest.mark.parametrize("path", NAMES, ids=NAMES.get)

@@ -1,15 +1,14 @@
 """The programs of README.md and docs/**/*.md: what they are, and how they run as a reader would run them.
 
-A page is one session: its ```python blocks run in order in one namespace, in this process, or in one of its own where
-it configures JAX, which a running backend no longer lets it do. An ```output block after a block holds what that
-printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
+A page is one session: its ```python blocks run in order in one namespace, in a process of its own. An ```output block
+after a block holds what that printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import doctest
-import io
+import functools
+import json
 import os
 import re
 import subprocess
@@ -17,13 +16,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import processes
+import jax
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
-OWN_PROCESS = re.compile(r"jax\.config\.update|os\.environ")
-END = "\x1e"  # A page in a process of its own prints this between its blocks.
+SERVER = Path(__file__).with_name("page_server.py")
+# What a reader has not set: devices, platform, flags of XLA and of JAX.
+VARIABLES = re.compile(r"JAX_|XLA_|TF_|MOAX_|NVIDIA_|CUDA_|PYTHON|OPENBLAS_NUM_THREADS|OMP_NUM_THREADS")
 
 
 @dataclass
@@ -84,32 +84,32 @@ def check(block: Block, printed: str) -> None:
 
 
 def run_page(path: Path) -> None:
-    """Runs the programs of a page, and compares what they print."""
+    """Runs the programs of a page as a reader would who pastes them, and compares what they print.
+
+    The page has a process of its own, in an empty folder, without the variables by which the tests choose devices and
+    flags. The cache of compiled programs is that of the tests.
+    """
     blocks = programs(path)
-    if any(OWN_PROCESS.search(block.text) for block in blocks):
-        printed = _in_a_process(path, blocks)
-    else:
-        printed = _here(blocks)
-    for block, text in zip(blocks, printed, strict=True):
+    request = {
+        "path": str(path),
+        "blocks": [{"text": block.text, "line": block.line} for block in blocks],
+        "cache": jax.config.jax_compilation_cache_dir,
+    }
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = json.loads(server.stdout.readline() or '{"printed": [], "error": "the server of pages ended"}')
+    for block, text in zip(blocks, answer["printed"], strict=False):
         check(block, text)
+    assert answer["error"] is None, answer["error"]
 
 
-def _here(blocks: list[Block]) -> list[str]:
-    namespace: dict = {"__name__": "__main__"}
-    printed = []
-    for block in blocks:
-        code = compile("\n" * (block.line - 1) + block.text, str(block.path), "exec")
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            exec(code, namespace)
-        printed.append(said.getvalue())
-    return printed
-
-
-def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
-    # A page says how many devices it has.
-    flags = {"XLA_FLAGS": processes.FLAGS, "PYTHONPATH": str(ROOT / "src")}
-    program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, timeout=300)
-    assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
-    return done.stdout.split(END)
+@functools.cache
+def _server() -> subprocess.Popen:
+    """The process of `page_server.py` that runs the pages of this test worker; it ends with its input."""
+    kept = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
+    command = [sys.executable, "-W", "error", str(SERVER)]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=kept | {"PYTHONPATH": str(ROOT / "src")}
+    )
