@@ -1,14 +1,19 @@
 """What README.md, CONTRIBUTING.md, benchmarks/README.md and docs/ name in code type is there.
 
-Covers: files of the repository, names of moax, modules that `python -m` runs, targets of the Makefile.
+Covers: files of the repository, names of moax, modules that `python -m` runs, targets of the Makefile; messages of the
+log that no CPU prints.
 """
 
 import importlib.util
 import pkgutil
 import re
+import types
 
 import pytest
 
+from moax import checks, kernels
+from moax.block.experts import OVERLAP_HINT
+from moax.kernels import device
 from support import pages
 
 pytest.importorskip("flax")
@@ -73,3 +78,14 @@ def test_what_is_gone_is_found():
     assert len(missing(gone)) == 6
     there = "`block/chain.py`, `chain.py`, `wire.json`, `moax.ops.dense(x)`, `python -m benchmarks x`, `make test-more`"
     assert not missing(there) and not missing("```python\n`moax.gone`\n```\n")
+
+
+def test_messages_are_those_of_the_log(monkeypatch, caplog):
+    """Breaks if docs/how-to/troubleshooting.md quotes a line that moax does not log on a GPU."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+    for module in (device, kernels):
+        monkeypatch.setattr(module, "find_device", lambda: gpu)
+    checks.log_once.cache_clear()
+    assert kernels.select_kernels("auto", "float32") == "xla"
+    blocks = pages.read(ROOT / "docs" / "how-to" / "troubleshooting.md")
+    assert [block.text for block in blocks if block.language == "text"] == [*caplog.messages, OVERLAP_HINT]
