@@ -1,7 +1,8 @@
 """This extension makes reStructuredText of moax's docstrings, before napoleon reads their sections, and signatures.
 
 A docstring of moax is plain text: paragraphs, indented blocks of formulas, `names`, and Google's sections. Signatures
-are taken from the source, since an evaluated jaxtyping annotation reads differently.
+are taken from the source, since an evaluated jaxtyping annotation reads differently. Each page of the reference gets a
+list of its functions and classes, with links, before the first of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import re
 import textwrap
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 NAMED = re.compile(r"  \w+(, \w+)*: ")  # an entry of a section
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 
@@ -21,7 +25,50 @@ def setup(app) -> dict[str, Any]:
     """Connects the extension to Sphinx, before napoleon."""
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-docstring", on_docstring, priority=400)
+    app.connect("doctree-read", on_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def on_page(app, document: nodes.document) -> None:
+    """Inserts the list of what a page of the reference documents: a line for each section, or one for the page."""
+    page = next(iter(document.findall(nodes.section)), None)
+    if page is None or not app.env.current_document.docname.startswith("reference/"):
+        return
+    parts = [part for part in page.children if isinstance(part, nodes.section)]
+    lines = [line for part in parts for line in list_entries(part)]
+    own = [child for child in page.children if isinstance(child, addnodes.desc)]
+    lines = list_entries(nodes.section("", nodes.title(), *(child.deepcopy() for child in own))) + lines
+    entries = (nodes.section, addnodes.index, addnodes.desc)
+    at = next((i for i, child in enumerate(page.children) if isinstance(child, entries)), 0)
+    if len(lines) == 1:
+        page.insert(at, lines[0])
+    elif lines:
+        page.insert(at, nodes.bullet_list("", *(nodes.list_item("", line) for line in lines)))
+
+
+def list_entries(section: nodes.section) -> list[nodes.paragraph]:
+    """Returns one line, `section: names`, or none where the section documents nothing. Methods are in no list."""
+    line = nodes.paragraph(classes=["local"])
+    for entry in section.findall(addnodes.desc):
+        signature = next(iter(entry.findall(addnodes.desc_signature)))
+        if not signature["ids"] or inside_entry(entry):
+            continue
+        line += nodes.Text(", " if line.children else "")
+        name = nodes.literal("", signature["fullname"].rpartition(".")[2])
+        line += nodes.reference("", "", name, refid=signature["ids"][0], internal=True)
+    if not line.children:
+        return []
+    if title := section[0].astext():
+        line.insert(0, [nodes.reference("", title, refid=section["ids"][0], internal=True), nodes.Text(": ")])
+    return [line]
+
+
+def inside_entry(node: nodes.Node) -> bool:
+    """Returns whether the entry belongs to another one, as a method does to its class."""
+    parent = node.parent
+    while parent is not None and not isinstance(parent, addnodes.desc):
+        parent = parent.parent
+    return parent is not None
 
 
 def on_signature(app, what, name, obj, options, signature, returns):

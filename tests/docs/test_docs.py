@@ -62,7 +62,7 @@ def test_what_is_not_run_says_why(path):
 @pytest.mark.more
 def test_pages_build(tmp_path):
     """Breaks if `make docs` fails: a dead link, a page in no table of contents, a docstring that cannot be rendered; if
-    a page is left out; or if something public has no entry in the reference."""
+    a page is left out; or if something public has no entry in the reference, or none in the list of its page."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / ".doctrees")]
     done = subprocess.run(
         [*command, "-b", "html", str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=300
@@ -75,6 +75,11 @@ def test_pages_build(tmp_path):
     text = "".join(path.read_text() for path in (tmp_path / "reference").rglob("*.html"))
     documented = set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', text))
     assert not public() - documented, f"not in docs/reference: {sorted(public() - documented)}"
+    for path in (tmp_path / "reference").rglob("*.html"):
+        if entries := set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', page := path.read_text())):
+            listed = set(re.findall(r'href="#(moax[\w.]*)"><code', "".join(re.findall('<p class="local">.*', page))))
+            methods = {name for name in entries if name.rpartition(".")[0] in entries}
+            assert listed == entries - methods, f"{path.name}: its list is not that of its entries"
 
 
 def public() -> set[str]:
