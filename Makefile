@@ -98,10 +98,9 @@ check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s witho
 check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels are beside their collectives (20 minutes)
 	$(ON_H200S) overlap
 
-$(SASS_VENV)/.installed: constraints.txt Makefile
+$(SASS_VENV)/.installed: constraints.txt requirements/sass.txt
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \
-	  jax jaxtyping "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" 'nvidia-cuda-nvcc==13.0.*' nvidia-nvvm \
-	  nvidia-cuda-runtime nvidia-nvjitlink
+	  jax jaxtyping "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" --requirement requirements/sass.txt
 	@touch $@
 
 hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare every family of moax.hf with transformers on this CPU, 15 minutes (HF_PYTHON: a Python for which torch has wheels)
@@ -110,37 +109,23 @@ hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare every family of moax.hf
 	PYTHONPATH=src:tests:scripts $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" --check
 
-$(HF_VENV)/.installed: Makefile
+$(HF_VENV)/.installed: requirements/hf.txt
 	@rm -rf $(HF_VENV) && $(HF_PYTHON) -m venv $(HF_VENV)
 	@echo "Installing torch and transformers into $(HF_VENV)"
-	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors numpy
+	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/hf.txt
 	@touch $@
 
 framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapter.py with MaxText, tunix and Levanter (20 minutes; FRAMEWORKS=tunix for one)
 	python3 scripts/framework_parity.py $(FRAMEWORKS)
 
 # MaxText and tunix name no JAX for a CPU, and packages that their models never import: they are installed alone.
-.venv-sources/.installed: Makefile
-	@scripts/venv.sh .venv-sources --no-deps megatron-core==0.19.2 transformer-engine==2.20.2
-	@scripts/venv.sh .venv-sources jax==0.11.2
+$(addprefix .venv-,$(addsuffix /.installed,sources maxtext tunix)): .venv-%/.installed: requirements/%.txt requirements/%-needs.txt
+	@scripts/venv.sh $(@D) --no-deps --requirement requirements/$*.txt
+	@scripts/venv.sh $(@D) --requirement requirements/$*-needs.txt
 	@touch $@
 
-.venv-maxtext/.installed: Makefile
-	@scripts/venv.sh .venv-maxtext --no-deps maxtext==0.2.5
-	@scripts/venv.sh .venv-maxtext jax==0.11.2 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8 grain==0.2.18 qwix==0.1.8 \
-	  tokamax==0.0.17 aqtp==0.9.0 drjax==0.2.1 omegaconf==2.4.0 pydantic==2.14.3 jaxtyping==0.3.11 transformers==5.23.0 \
-	  datasets==5.2.0 pathwaysutils==0.1.13 ml-collections==1.1.0 tensorboardx==2.6.5 sentencepiece==0.2.3 tiktoken==0.14.0 psutil==7.2.2 requests==2.34.2 \
-	  etils==1.15.0 ml-goodput-measurement==0.2.3 absl-py safetensors jinja2 pillow sympy
-	@touch $@
-
-.venv-tunix/.installed: Makefile
-	@scripts/venv.sh .venv-tunix --no-deps google-tunix==0.1.7
-	@scripts/venv.sh .venv-tunix jax==0.11.2 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8 grain==0.2.18 qwix==0.1.8 \
-	  jaxtyping==0.3.11 omegaconf==2.4.0 'safetensors<0.8' google-metrax huggingface-hub sentencepiece pillow perfetto pandas tqdm
-	@touch $@
-
-.venv-levanter/.installed: Makefile
-	@scripts/venv.sh .venv-levanter marin-levanter==0.2.227.dev40316220070 jax==0.11.2
+.venv-levanter/.installed: requirements/levanter.txt
+	@scripts/venv.sh .venv-levanter --requirement requirements/levanter.txt
 	@touch $@
 
 test-gpu: ## run every kernel and the block on Hopper GPUs (2 minutes with 16 cores); GPU_PYTHON needs jax with CUDA

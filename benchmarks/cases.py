@@ -57,7 +57,8 @@ class Case:
 
     def least_bytes(self, direction: Direction, itemsize: int) -> int:
         """Returns the bytes that must cross device memory: both operands and the result, each of them once."""
-        x, y = self.rows * self.contracted, self.rows * self.columns
+        x = self.rows * self.contracted
+        y = self.rows * self.columns
         w = int((self.sizes > 0).sum()) * self.contracted * self.columns
         read, written = {"fwd": (x + w, y), "dgrad": (y + w, x), "wgrad": (x + y, self.weights)}[direction]
         return read * itemsize + written * 2
@@ -90,9 +91,16 @@ def slice_of(model: str, ranks: int) -> MoEConfig:
     T tokens make T K rows, as many as a rank of the whole model receives. The slice has no shared expert, and no
     groups of experts, since a rank may hold less than one group.
     """
-    config, experts = find_model(model).config, experts_of_rank(model, ranks)
+    config = find_model(model).config
+    experts = experts_of_rank(model, ranks)
     router = dataclasses.replace(config.router, num_groups=1, top_groups=1)
-    return dataclasses.replace(config, num_experts=experts, router=router, shared_d_ff=0, shared_gate=False)
+    return dataclasses.replace(
+        config,
+        num_experts=experts,
+        router=router,
+        shared_d_ff=0,
+        shared_gate=False,
+    )
 
 
 def experts_of_rank(model: str, ranks: int) -> int:
@@ -106,8 +114,12 @@ def experts_of_rank(model: str, ranks: int) -> int:
 def products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case, Case]:
     """Returns, of one of `ranks` ranks of ep with `tokens` tokens each at an even load, the products of x and the gate
     [H, F], of x and wi (gate and up together), and of h and wo."""
-    c, groups = find_model(model).config, experts_of_rank(model, ranks)
-    note = f"{groups} of {c.num_experts} experts, {tokens} tokens a rank" if ranks > 1 else ""
+    c = find_model(model).config
+    groups = experts_of_rank(model, ranks)
+    if ranks > 1:
+        note = f"{groups} of {c.num_experts} experts, {tokens} tokens a rank"
+    else:
+        note = ""
     sizes = dict(rows=tokens * c.top_k, groups=groups)
     return (
         Case(name, contracted=c.d_rows, columns=c.d_ff, **sizes),
@@ -131,8 +143,8 @@ ANCHORS = (
 
 
 GROUPS = tuple(
-    Case(f"G{groups} {how}", 65536, 2048, 1536, groups, how)
-    for how in ("uniform", "zipf")
+    Case(f"G{groups} {distribution}", 65536, 2048, 1536, groups, distribution)
+    for distribution in ("uniform", "zipf")
     for groups in (4, 32, 128, 256)
 )
 SETS: dict[str, tuple[Case, ...]] = {
@@ -152,13 +164,13 @@ def select(names: str, only: list[str] | None = None) -> list[Case]:
         raise ValueError(f"--cases {names}: unknown {', '.join(unknown)}; the sets are {', '.join(NAMES)}")
     if "all" in wanted:
         wanted = [name for name in SETS if name != "tiny"]
-    found = [case for name in wanted for case in SETS[name]]
-    return pick(found, only, f"--cases {names}")
+    cases = [case for name in wanted for case in SETS[name]]
+    return pick(cases, only, f"--cases {names}")
 
 
-def pick(found, only: list[str] | None, where: str) -> list:
+def pick(cases, only: list[str] | None, where: str) -> list:
     """Returns the cases whose name contains one of the words `only`; all of them where `only` is None or empty."""
-    picked = [case for case in found if not only or any(word in case.name for word in only)]
+    picked = [case for case in cases if not only or any(word in case.name for word in only)]
     if not picked:
-        raise ValueError(f"--only {' '.join(only or [])}: no case of {where}: {', '.join(c.name for c in found)}")
+        raise ValueError(f"--only {' '.join(only or [])}: no case of {where}: {', '.join(c.name for c in cases)}")
     return picked

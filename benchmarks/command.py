@@ -63,38 +63,63 @@ class Benchmark(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-def run_gemm(args: argparse.Namespace, chosen: list, peers: tuple[str, ...], repeats: Repeats, found: dict[str, Any]):
-    return gemm.rows(chosen, peers, repeats, found, quick=args.quick)
+def run_gemm(
+    args: argparse.Namespace,
+    chosen: list,
+    peers: tuple[str, ...],
+    repeats: Repeats,
+    peaks: dict[str, Any],
+):
+    return gemm.rows(chosen, peers, repeats, peaks, quick=args.quick)
 
 
-def run_exchange(args, chosen, peers, repeats, found):
+def run_exchange(args, chosen, peers, repeats, peaks):
     return exchange.rows(chosen, args.devices, bool(peers), repeats)
 
 
-def run_scatter(args, chosen, peers, repeats, found):
+def run_scatter(args, chosen, peers, repeats, peaks):
     return scatter.rows(chosen, repeats)
 
 
-def run_block(args, chosen, peers, repeats, found):
-    how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
-    hows = [dataclasses.replace(how, exchange=name, overlap=args.overlap) for name in args.exchange or ("auto",)]
-    return block.rows(chosen, hows, few_warmups(repeats), found, args.tokens)
+def run_block(args, chosen, peers, repeats, peaks):
+    settings = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
+    hows = [dataclasses.replace(settings, exchange=name, overlap=args.overlap) for name in args.exchange or ("auto",)]
+    return block.rows(chosen, hows, few_warmups(repeats), peaks, args.tokens)
 
 
-def run_imbalance(args, chosen, peers, repeats, found):
-    return imbalance.rows(chosen, how_of(args, (IMBALANCE_RECIPE,)), few_warmups(repeats), args.tokens)
+def run_imbalance(args, chosen, peers, repeats, peaks):
+    return imbalance.rows(
+        chosen,
+        how_of(args, (IMBALANCE_RECIPE,)),
+        few_warmups(repeats),
+        args.tokens,
+    )
 
 
-def run_train(args, chosen, peers, repeats, found):
-    return train.rows(chosen, how_of(args, block.PLAIN), few_warmups(repeats), found)
+def run_train(args, chosen, peers, repeats, peaks):
+    return train.rows(chosen, how_of(args, block.PLAIN), few_warmups(repeats), peaks)
 
 
-def how_of(args: argparse.Namespace, recipes: tuple[str, ...], peers: tuple[str, ...] = ()) -> block.How:
+def how_of(
+    args: argparse.Namespace,
+    recipes: tuple[str, ...],
+    peers: tuple[str, ...] = (),
+) -> block.How:
     """Returns how blocks run; `recipes` are those of a run that names none."""
-    buffer_factor = None if math.isinf(args.buffer_factor) else args.buffer_factor
+    if math.isinf(args.buffer_factor):
+        buffer_factor = None
+    else:
+        buffer_factor = args.buffer_factor
     named = tuple(dict.fromkeys(args.recipe or recipes))
     exchanges = args.exchange or ["auto"]
-    return block.How(args.mesh or (), named, args.kernels, exchanges[0], peers=peers, buffer_factor=buffer_factor)
+    return block.How(
+        args.mesh or (),
+        named,
+        args.kernels,
+        exchanges[0],
+        peers=peers,
+        buffer_factor=buffer_factor,
+    )
 
 
 def few_warmups(repeats: Repeats) -> Repeats:
@@ -112,10 +137,18 @@ BENCHMARKS = {
         ("bf16", "fp8"),
         (*ON_MESH, "tokens", "kernels", "overlap"),
     ),
-    "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
+    "train": Benchmark(
+        run_train,
+        {"perf": train.PERF, "tiny": train.TINY},
+        limits=("bf16", "fp8"),
+        options=ON_MESH,
+    ),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
     "exchange": Benchmark(
-        run_exchange, {"perf": exchange.PERF, "tiny": exchange.TINY}, ((exchange.NCCL,),) * 2, options=("devices",)
+        run_exchange,
+        {"perf": exchange.PERF, "tiny": exchange.TINY},
+        ((exchange.NCCL,),) * 2,
+        options=("devices",),
     ),
     "scatter": Benchmark(run_scatter, BLOCKS),
 }
@@ -123,7 +156,8 @@ BENCHMARKS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m benchmarks ARGV`, and returns the exit code; see `lm.program`."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     args = parser().parse_args(argv)
     return program.run("benchmarks", lambda: run(args, argv), traceback=args.traceback)
 
@@ -137,33 +171,81 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def add(name: str, about: str, **how) -> None:
-        those = ", ".join(what for what, of in BENCHMARKS.items() if name in of.options)
-        default = how.get("default")
+    def add(name: str, about: str, **details) -> None:
+        those = ", ".join(what for what, benchmark in BENCHMARKS.items() if name in benchmark.options)
+        default = details.get("default")
         shown = f" (default: {default})" if isinstance(default, str) else ""
-        command_line.add_argument(f"--{name}", help=f"{f'{those}: ' if those else ''}{about}{shown}", **how)
+        command_line.add_argument(
+            f"--{name}",
+            help=f"{f'{those}: ' if those else ''}{about}{shown}",
+            **details,
+        )
 
     names = f"{', '.join(gemm.PEERS)}; block: {block.SONIC}, and with --mesh {block.TORCH}"
-    command_line.add_argument("what", nargs="+", choices=(*BENCHMARKS, "wire"), metavar="WHAT", help="what to measure, "
-                              f"one or several: {', '.join(BENCHMARKS)}; or wire alone")  # fmt: skip
-    add("mesh", "run on a mesh of these axis sizes, as fsdp=2,ep=2; axes: "
-        f"{', '.join(ROLES)}; without a GPU the devices are emulated", type=mesh_of, metavar="AXES")  # fmt: skip
-    add("cases", f"sets of cases, with commas: {', '.join(cases.NAMES)}; only gemm has more than perf and tiny",
-        default="perf", metavar="SETS")  # fmt: skip
-    add("only", "measure only cases whose name contains WORD; repeatable", action="append", metavar="WORD")
+    command_line.add_argument(
+        "what",
+        nargs="+",
+        choices=(*BENCHMARKS, "wire"),
+        metavar="WHAT",
+        help=f"what to measure, one or several: {', '.join(BENCHMARKS)}; or wire alone",
+    )
+    add(
+        "mesh",
+        "run on a mesh of these axis sizes, as fsdp=2,ep=2; axes: "
+        f"{', '.join(ROLES)}; without a GPU the devices are emulated",
+        type=mesh_of,
+        metavar="AXES",
+    )
+    add(
+        "cases",
+        f"sets of cases, with commas: {', '.join(cases.NAMES)}; only gemm has more than perf and tiny",
+        default="perf",
+        metavar="SETS",
+    )
+    add(
+        "only",
+        "measure only cases whose name contains WORD; repeatable",
+        action="append",
+        metavar="WORD",
+    )
     add("peers", f"all, none, or names with commas; gemm: {names}", default="all", metavar="NAMES")
-    add("recipe", f"a recipe; repeatable; {', '.join(block.RECIPES)}; without it {' and '.join(block.PLAIN)}, and on "
-        f"one GPU {block.KEPT}; imbalance {IMBALANCE_RECIPE}", action="append", choices=block.RECIPES,
-        metavar="NAME")  # fmt: skip
-    add("tokens", "tokens of a device; repeatable; without it 8192 and 16384, imbalance 8192", type=int,
-        action="append", metavar="T")  # fmt: skip
-    add("kernels", "the implementation of the kernels", choices=("auto", *IMPLEMENTATIONS), default="auto")
-    add("exchange", "how tokens reach the ranks of their experts, auto without it; block: repeatable", action="append",
-        choices=EXCHANGES, metavar="NAME")  # fmt: skip
+    add(
+        "recipe",
+        f"a recipe; repeatable; {', '.join(block.RECIPES)}; without it {' and '.join(block.PLAIN)}, and on "
+        f"one GPU {block.KEPT}; imbalance {IMBALANCE_RECIPE}",
+        action="append",
+        choices=block.RECIPES,
+        metavar="NAME",
+    )
+    add(
+        "tokens",
+        "tokens of a device; repeatable; without it 8192 and 16384, imbalance 8192",
+        type=int,
+        action="append",
+        metavar="T",
+    )
+    add(
+        "kernels",
+        "the implementation of the kernels",
+        choices=("auto", *IMPLEMENTATIONS),
+        default="auto",
+    )
+    add(
+        "exchange",
+        "how tokens reach the ranks of their experts, auto without it; block: repeatable",
+        action="append",
+        choices=EXCHANGES,
+        metavar="NAME",
+    )
     add("overlap", "compile with moax.OVERLAP_OPTIONS", action="store_true")
     add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
-    add("buffer-factor", "the argument of moax.moe, 1.25 without it; none: the worst case", type=factor, default=1.25,
-        metavar="X")  # fmt: skip
+    add(
+        "buffer-factor",
+        "the argument of moax.moe, 1.25 without it; none: the worst case",
+        type=factor,
+        default=1.25,
+        metavar="X",
+    )
     add("quick", "fewer repeats, and fewer tiles of peers", action="store_true")
     add("out", "write the rows as JSON", metavar="FILE")
     add("json", "print the rows as JSON instead of the table", action="store_true")
@@ -191,12 +273,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     needed = tuple(dict.fromkeys(name for what in parts for name in BENCHMARKS[what].limits))
     device = find_device().device_kind
     _say(f"{names} on {device}: measuring the limits of this machine: {', '.join(needed) or 'none'}")
-    found = limits.measure(needed, repeats)
+    peaks = limits.measure(needed, repeats)
     rows: list[Row] = []
-    head = report.header([*NAME.split(), *argv], args.sha, found)
+    head = report.header([*NAME.split(), *argv], args.sha, peaks)
     for what, (chosen, peers) in parts.items():
         _say(f"{what}: {plural(len(chosen), 'case')}; the first row comes when its program has compiled")
-        for row in BENCHMARKS[what].rows(args, chosen, peers, repeats, found):
+        for row in BENCHMARKS[what].rows(args, chosen, peers, repeats, peaks):
             rows.append(row)
             _progress(row)
             if args.out:  # Each row is saved at once, so that a stopped run keeps its rows.
@@ -212,8 +294,9 @@ def select(args: argparse.Namespace) -> dict[str, tuple[list, tuple[str, ...]]]:
     """Returns {benchmark: (cases, peers)} of the run, as the options name them."""
     asked = list(dict.fromkeys(args.what))
     plain = vars(parser().parse_args(asked[:1]))
-    for option in dict.fromkeys(option for of in BENCHMARKS.values() for option in of.options):
-        takes, name = [what for what, of in BENCHMARKS.items() if option in of.options], option.replace("-", "_")
+    for option in dict.fromkeys(option for benchmark in BENCHMARKS.values() for option in benchmark.options):
+        takes = [what for what, benchmark in BENCHMARKS.items() if option in benchmark.options]
+        name = option.replace("-", "_")
         if getattr(args, name) != plain[name] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
     if len(args.exchange or ()) > 1 and asked != ["block"]:
@@ -223,11 +306,15 @@ def select(args: argparse.Namespace) -> dict[str, tuple[list, tuple[str, ...]]]:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")
     possible = {what: BENCHMARKS[what].peers[bool(args.mesh)] for what in asked}
     named = tuple(dict.fromkeys(name for names in possible.values() for name in names))
-    chosen = {"all": named, "none": ()}.get(args.peers, tuple(name.strip() for name in args.peers.split(",")))
+    chosen = {"all": named, "none": ()}.get(
+        args.peers,
+        tuple(name.strip() for name in args.peers.split(",")),
+    )
     if unknown := [name for name in chosen if name not in named]:
         words = ", ".join(("all", "none", *named))
         raise ValueError(f"--peers {args.peers}: unknown {', '.join(unknown)}; give some of {words}")
-    parts, refused = {}, []
+    parts = {}
+    refused = []
     for what in asked:
         try:
             parts[what] = _cases(args, what), tuple(name for name in possible[what] if name in chosen)
@@ -244,7 +331,11 @@ def _cases(args: argparse.Namespace, what: str) -> list:
         return cases.select(args.cases, args.only)
     if args.cases not in ("perf", "tiny", "all"):
         raise ValueError(f"--cases {args.cases}: {what} has perf and tiny")
-    return cases.pick(sets["tiny" if args.cases == "tiny" else "perf"], args.only, f"--cases {args.cases}")
+    return cases.pick(
+        sets["tiny" if args.cases == "tiny" else "perf"],
+        args.only,
+        f"--cases {args.cases}",
+    )
 
 
 def _say(text: str) -> None:
@@ -253,6 +344,9 @@ def _say(text: str) -> None:
 
 def _progress(row: Row) -> None:
     """Prints a row as a line of progress."""
-    rate = f"{row.tflops:.0f} TFLOP/s" if row.tflops else f"{row.tb_s:.2f} TB/s" if row.tb_s else ""
+    if row.tflops:
+        rate = f"{row.tflops:.0f} TFLOP/s"
+    else:
+        rate = f"{row.tb_s:.2f} TB/s" if row.tb_s else ""
     result = f"{row.us:.1f} us {rate}" if row.us else row.note
     _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {result}")

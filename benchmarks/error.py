@@ -37,40 +37,66 @@ class Error(NamedTuple):
     worst: float
 
 
-def sample(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None = None) -> Sample:
+def sample(
+    problem: Problem,
+    direction: Direction,
+    operands: tuple[KMajorFp8, KMajorFp8] | None = None,
+) -> Sample:
     """Returns sampled float64 products of the bf16 operands of `problem`, or of the FP8 `operands`."""
-    left, right = map(dequantize, operands) if operands else problem.operands(direction)
+    if operands:
+        left, right = map(dequantize, operands)
+    else:
+        left, right = problem.operands(direction)
     count = max(8, min(32, ELEMENTS // (problem.case.groups * right.shape[-1])))
-    columns = some(right.shape[-2], count)
+    columns = spread(right.shape[-2], count)
     if direction == "wgrad":
-        rows, ends = some(left.shape[0], ROWS), problem.starts + problem.sizes
-        a, b = double(left[rows]), double(right[columns])
+        rows = spread(left.shape[0], ROWS)
+        ends = problem.starts + problem.sizes
+        a = double(left[rows])
+        b = double(right[columns])
         want = [a[:, start:end] @ b[:, start:end].T for start, end in zip(problem.starts, ends, strict=True)]
         return Sample([rows] * len(want), columns, want)
-    by_expert = [start + some(size, ROWS) for start, size in zip(problem.starts, problem.sizes, strict=True)]
+    by_expert = [start + spread(size, ROWS) for start, size in zip(problem.starts, problem.sizes, strict=True)]
     b = double(right[:, columns])
-    return Sample(by_expert, columns, [double(left[rows]) @ w.T for rows, w in zip(by_expert, b, strict=True)])
+    return Sample(
+        by_expert,
+        columns,
+        [double(left[rows]) @ w.T for rows, w in zip(by_expert, b, strict=True)],
+    )
 
 
-def some(size: int, most: int) -> np.ndarray:
+def spread(size: int, limit: int) -> np.ndarray:
     """Returns at most so many indices in [0, size), the first and the last among them."""
-    return np.unique(np.linspace(0, size - 1, min(most, size)).astype(np.int32))
+    return np.unique(np.linspace(0, size - 1, min(limit, size)).astype(np.int32))
 
 
-def measure(out, found: Sample, direction: Direction, problem: Problem, *, packed: bool = False) -> Error:
-    """Error of `out`, whose rows lie as the problem's, or without padding between groups (`packed`)."""
+def measure(
+    out,
+    sampled: Sample,
+    direction: Direction,
+    problem: Problem,
+    *,
+    packed: bool = False,
+) -> Error:
+    """Returns the error of `out`, whose rows lie as the problem's, or without padding between groups (`packed`)."""
     if direction == "wgrad":  # The rows of the sample are the same for every expert.
-        return compare(list(double(out[:, found.rows[0]][:, :, found.columns])), found.want)
-    shift = problem.starts - problem.packed_starts if packed else np.zeros_like(problem.starts)
-    flat = np.concatenate([rows - by for rows, by in zip(found.rows, shift, strict=True)])
-    whole = double(out[flat.astype(np.int32)][:, found.columns])
-    ends = np.cumsum([len(rows) for rows in found.rows])
-    return compare(np.split(whole, ends[:-1]), found.want)
+        return compare(list(double(out[:, sampled.rows[0]][:, :, sampled.columns])), sampled.want)
+    if packed:
+        shift = problem.starts - problem.packed_starts
+    else:
+        shift = np.zeros_like(problem.starts)
+    flat = np.concatenate([rows - by for rows, by in zip(sampled.rows, shift, strict=True)])
+    whole = double(out[flat.astype(np.int32)][:, sampled.columns])
+    ends = np.cumsum([len(rows) for rows in sampled.rows])
+    return compare(np.split(whole, ends[:-1]), sampled.want)
 
 
 def compare(got: list[np.ndarray], want: list[np.ndarray]) -> Error:
     """Returns the error of blocks of numbers; any number other than a wanted block of zeros is an infinite error."""
-    return Error(relative(got, want), float(np.max([relative([g], [w]) for g, w in zip(got, want, strict=True)])))
+    return Error(
+        relative(got, want),
+        float(np.max([relative([g], [w]) for g, w in zip(got, want, strict=True)])),
+    )
 
 
 def relative(got: list[np.ndarray], want: list[np.ndarray]) -> float:
@@ -78,7 +104,9 @@ def relative(got: list[np.ndarray], want: list[np.ndarray]) -> float:
     difference = sum(float(np.sum((g - w) ** 2)) for g, w in zip(got, want, strict=True))
     norm = sum(float(np.sum(w**2)) for w in want)
     if norm == 0.0:
-        return 0.0 if difference == 0.0 else float("nan" if np.isnan(difference) else "inf")
+        if difference == 0.0:
+            return 0.0
+        return float("nan" if np.isnan(difference) else "inf")
     return float(np.sqrt(difference / norm))
 
 

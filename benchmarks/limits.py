@@ -20,30 +20,45 @@ SIZE = 8192
 COPY_ELEMENTS = 3 << 28  # float32 elements: 3.2 GB are read and 3.2 GB written
 
 
-def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats = STANDARD) -> dict[str, Any]:
+def measure(
+    names: tuple[str, ...] = ("bf16", "fp8", "memory"),
+    repeats: Repeats = STANDARD,
+) -> dict[str, Any]:
     """Measures limits; without a GPU the sizes are small, and the values mean nothing."""
     on_gpu = find_device().platform == "gpu"
     size, copied = (SIZE, COPY_ELEMENTS) if on_gpu else (256, 1 << 16)
-    found = {}
+    limits = {}
     for name in names:
-        how = f"copy of {copied * 4 / 1e9:.2g} GB" if name == "memory" else f"dense {size}^3"
-        entry: dict[str, Any] = {"value": None, "unit": "TB/s" if name == "memory" else "TFLOP/s", "how": how}
+        if name == "memory":
+            method = f"copy of {copied * 4 / 1e9:.2g} GB"
+        else:
+            method = f"dense {size}^3"
+        entry: dict[str, Any] = {
+            "value": None,
+            "unit": "TB/s" if name == "memory" else "TFLOP/s",
+            "how": method,
+        }
         try:
-            fs, args, work = _copies(copied) if name == "memory" else _product(size, name)
+            if name == "memory":
+                fs, args, work = _copies(copied)
+            else:
+                fs, args, work = _product(size, name)
             timing = min((kernel_time(f, args, repeats) for f in fs), key=lambda timing: timing.us)
             entry |= {"value": work / timing.us * 1e-6, "us": timing.us, "method": timing.method}
         except Exception as error:  # The rows are useful without this limit.
             entry["note"] = why(error)
-        found[name] = entry
-    return found
+        limits[name] = entry
+    return limits
 
 
 def rate(row: Row, limits: dict[str, Any], flops: float, nbytes: float = 0.0) -> None:
     """Fills the rates of a measured row, the limit that binds it, and the fraction of that limit that it reaches."""
     if row.us is None:
         return
-    row.tflops, row.tb_s = flops / row.us * 1e-6, nbytes / row.us * 1e-6 or None
-    product = "bf16" if row.recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
+    row.tflops = flops / row.us * 1e-6
+    row.tb_s = nbytes / row.us * 1e-6 or None
+    # mxfp8 dequantizes before products.
+    product = "bf16" if row.recipe in ("none", "mxfp8") else "fp8"
     rates = {product: flops, "memory": nbytes}
     known = {n: work / limits[n]["value"] * 1e-6 for n, work in rates.items() if n in limits and limits[n]["value"]}
     if known:

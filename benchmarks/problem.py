@@ -48,7 +48,11 @@ class Problem:
         self.group_sizes = jnp.asarray(self.sizes)
         self.x = _rows(keys[0], self.index, self.num_rows, case.contracted)
         self.dy = _rows(keys[1], self.index, self.num_rows, case.columns)
-        self.w = _normal(keys[2], (case.groups, case.contracted, case.columns), case.contracted**-0.5)
+        self.w = _normal(
+            keys[2],
+            (case.groups, case.contracted, case.columns),
+            case.contracted**-0.5,
+        )
 
     def blocks(self) -> Blocks:
         """Returns the groups in the form that moax's kernels take."""
@@ -62,7 +66,9 @@ class Problem:
         """Returns both operands of a direction in bf16, with the contracted dim last."""
         if direction == "wgrad":
             return self.x.T, self.dy.T
-        return (self.x, self.w.swapaxes(1, 2)) if direction == "fwd" else (self.dy, self.w)
+        if direction == "fwd":
+            return (self.x, self.w.swapaxes(1, 2))
+        return (self.dy, self.w)
 
     def quantized(self, direction: Direction) -> tuple[KMajorFp8, KMajorFp8]:
         """Returns `operands` in FP8, quantized by plain jnp."""

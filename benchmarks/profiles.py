@@ -30,7 +30,9 @@ with computation beside it, exposed the rest.
 ALL = "all collectives"
 Interval = tuple[float, float]  # start and end
 
-COMPUTE, COPY, EXCHANGE = "compute", "copy", "moax exchange"
+COMPUTE = "compute"
+COPY = "copy"
+EXCHANGE = "moax exchange"
 # An op has the name of XLA's instruction, all-gather-start.3, or that of JAX's function, all_gather.3 and ppermute.1.
 OF_JAX = {"ppermute": "collective-permute", **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce")}
 OF_OP = re.compile(rf"({'|'.join((*KINDS, *OF_JAX))})(-start|-done)?(\.[\w.]+)?$")
@@ -72,8 +74,8 @@ class Kernel(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of collective, such as `all-gather`, or `moax exchange`, `copy` or `compute`."""
-        if found := OF_OP.match(self.op.replace("_", "-")):
-            return OF_JAX.get(found[1], found[1])
+        if match := OF_OP.match(self.op.replace("_", "-")):
+            return OF_JAX.get(match[1], match[1])
         return next((kind for pattern, kind in OF_KERNEL if pattern.search(self.name)), COMPUTE)
 
 
@@ -85,7 +87,10 @@ def read_profile(path: str | Path) -> list[Kernel]:
         raise ValueError(f"{path}: there is no *.xplane.pb; jax.profiler.trace writes a folder with such files")
     kernels: list[Kernel] = []
     for file in files:
-        host = "" if len(files) == 1 else file.name.removesuffix(".xplane.pb") + " "
+        if len(files) == 1:
+            host = ""
+        else:
+            host = file.name.removesuffix(".xplane.pb") + " "
         kernels.extend(_kernels(ProfileData.from_file(str(file)), host))
     if not kernels:
         raise ValueError(f"{path}: nothing ran on a GPU in this profile; profile a step on GPUs, after its first call")
@@ -153,16 +158,28 @@ def overlaps(kernels: Iterable[Kernel], steps: int = 1) -> tuple[Overlap, ...]:
     return tuple(_of_device(device, by_device[device], steps) for device in sorted(by_device, key=_numbered))
 
 
-def overlap_table(found: Sequence[Overlap]) -> str:
+def overlap_table(overlapped: Sequence[Overlap]) -> str:
     """Returns the overlaps as a table: for each GPU a line of all collectives and a line of each kind."""
-    rows: list[tuple[str, ...] | None] = [("device", "kind", "count", "ms", "hidden", "exposed", "hidden share")]
-    for one in found:
+    rows: list[tuple[str, ...] | None] = [
+        (
+            "device",
+            "kind",
+            "count",
+            "ms",
+            "hidden",
+            "exposed",
+            "hidden share",
+        )
+    ]
+    for one in overlapped:
         rows.append(None)
         for i, kind in enumerate(one.kinds):
             share = f"{kind.hidden_ms / kind.ms:.0%}" if kind.ms else "-"
             times = (f"{v:.3f}" for v in (kind.ms, kind.hidden_ms, kind.exposed_ms))
             rows.append((one.device if i == 0 else "", kind.kind, f"{kind.count:g}", *times, share))
-    whole = [f"{o.device}: {o.ms:.3f} ms a step, {o.compute_ms:.3f} ms compute, {o.idle_ms:.3f} ms idle" for o in found]
+    whole = [
+        f"{o.device}: {o.ms:.3f} ms a step, {o.compute_ms:.3f} ms compute, {o.idle_ms:.3f} ms idle" for o in overlapped
+    ]
     return "\n".join([align(rows, right=(2, 3, 4, 5, 6)), "", *whole])
 
 
@@ -182,11 +199,20 @@ def _of_device(device: str, kernels: list[Kernel], steps: int) -> Overlap:
         both = length(intersect(busy, compute))
         return Hidden(kind, len(intervals) / steps, per_step(length(busy)), per_step(both))
 
-    kinds = sorted((hidden(kind, by_kind[kind]) for kind in by_kind), key=lambda row: -row.exposed_ms)
+    kinds = sorted(
+        (hidden(kind, by_kind[kind]) for kind in by_kind),
+        key=lambda row: -row.exposed_ms,
+    )
     together = hidden(ALL, [interval for intervals in by_kind.values() for interval in intervals])
     span = max(k.end for k in kernels) - min(k.start for k in kernels)
     idle = span - length(everything)
-    return Overlap(device, per_step(span), per_step(length(compute)), per_step(idle), (together, *kinds))
+    return Overlap(
+        device,
+        per_step(span),
+        per_step(length(compute)),
+        per_step(idle),
+        (together, *kinds),
+    )
 
 
 def _numbered(device: str) -> tuple[str, int]:
@@ -214,9 +240,12 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
     (0, 6), (8, 9) and (5, 10) share (5, 6) and (8, 9).
     """
-    shared, i, j = [], 0, 0
+    shared = []
+    i = 0
+    j = 0
     while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        start = max(a[i][0], b[j][0])
+        end = min(a[i][1], b[j][1])
         if start < end:
             shared.append((start, end))
         i, j = (i + 1, j) if a[i][1] < b[j][1] else (i, j + 1)
@@ -234,8 +263,18 @@ def main(argv: list[str] | None = None) -> int:
         prog=NAME, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("profile", metavar="PROFILE", help="a folder that jax.profiler.trace wrote, or a file *.xplane.pb")
-    add("--steps", type=int, default=1, metavar="N", help="steps in the profile (default: %(default)s)")
+    add(
+        "profile",
+        metavar="PROFILE",
+        help="a folder that jax.profiler.trace wrote, or a file *.xplane.pb",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps in the profile (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     return program.run(NAME, lambda: show(args.profile, args.steps))
 

@@ -92,7 +92,14 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
     return {
         "device": find_device().device_kind,
         "driver": _driver(),
-        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", *SONIC),
+        "versions": _versions(
+            "jax",
+            "jaxlib",
+            "jax-cuda13-plugin",
+            "nvidia-cudnn-cu13",
+            "torch",
+            *SONIC,
+        ),
         "git_sha": sha or git_sha(),
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -135,7 +142,13 @@ def show(head: dict[str, Any], rows: list[Row]) -> None:
         values = (getattr(row, name) for name in numbers)
         cells = ("" if v is None else format(v, form) for v, form in zip(values, numbers.values(), strict=True))
         what = (f"{row.op} {row.case}", row.direction, row.recipe, row.impl, row.tile or row.path)
-        lines.append((*what, *cells, ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items())))
+        lines.append(
+            (
+                *what,
+                *cells,
+                ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items()),
+            )
+        )
     print(align(lines, right=(5, 6, 7, 8, 9)))
     for row in rows:
         where = f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl}"
@@ -149,7 +162,7 @@ def show(head: dict[str, Any], rows: list[Row]) -> None:
 def _short(value) -> str:
     """Returns a value in few letters: times of a dict in brackets, and of a list its last one."""
     if isinstance(value, dict):
-        return f"({', '.join(f'{name} {_short(of)}' for name, of in value.items() if of)})"
+        return f"({', '.join(f'{name} {_short(entry)}' for name, entry in value.items() if entry)})"
     if isinstance(value, list | tuple):
         return f"[.., {_short(value[-1])}]" if value else "[]"
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
@@ -178,19 +191,20 @@ def _versions(*packages: str) -> dict[str, str]:
     """Returns the versions of Python, JAX and the installed ones of `packages`."""
     import importlib.metadata
 
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found.setdefault("jax", jax.__version__)
-    return found
+    versions.setdefault("jax", jax.__version__)
+    return versions
 
 
 def git_sha() -> str | None:
     """Returns the commit of this clone, with `-dirty` where its code differs from the commit; None without git."""
-    root, code = str(Path(__file__).parent.parent), ("src", "benchmarks", ":(exclude)benchmarks/results")
+    root = str(Path(__file__).parent.parent)
+    code = ("src", "benchmarks", ":(exclude)benchmarks/results")
     sha = _output_of("git", "-C", root, "rev-parse", "HEAD")
     return sha and sha + ("-dirty" if _output_of("git", "-C", root, "status", "--porcelain", "--", *code) else "")
 

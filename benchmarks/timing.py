@@ -87,7 +87,11 @@ def _cupti(f, args, repeats: Repeats) -> Timing:
         runs.extend([times] if count == 1 else times)
     totals = [sum(ms for _, ms in run) for run in runs]
     middle = min(range(len(runs)), key=lambda i: abs(totals[i] - statistics.median(totals)))
-    return Timing(1e3 * statistics.median(totals), "cupti", tuple((name, 1e3 * ms) for name, ms in runs[middle]))
+    return Timing(
+        1e3 * statistics.median(totals),
+        "cupti",
+        tuple((name, 1e3 * ms) for name, ms in runs[middle]),
+    )
 
 
 def _wall(f, args, repeats: Repeats) -> Timing:
@@ -103,7 +107,8 @@ def _wall(f, args, repeats: Repeats) -> Timing:
 
 def _batch(f, args) -> int:
     """Returns how many calls' outputs fit in `KEPT_BYTES` together."""
-    made = f.out_info if isinstance(f, jax.stages.Compiled) else ()
-    made = jax.eval_shape(f, *args) if isinstance(f, jax.stages.Wrapped) else made
-    nbytes = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in jax.tree.leaves(made))
+    results = f.out_info if isinstance(f, jax.stages.Compiled) else ()
+    if isinstance(f, jax.stages.Wrapped):
+        results = jax.eval_shape(f, *args)
+    nbytes = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in jax.tree.leaves(results))
     return max(1, int(KEPT_BYTES / max(nbytes, 1)))

@@ -46,8 +46,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="SETS",
         help=f"sets of cases, with commas: {', '.join(cases.NAMES)} (default: %(default)s)",
     )
-    add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
-    add("--ops", default=",".join(KERNELS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
+    add(
+        "--only",
+        action="append",
+        metavar="WORD",
+        help="measure only cases whose name contains WORD; repeatable",
+    )
+    add(
+        "--ops",
+        default=",".join(KERNELS),
+        metavar="NAMES",
+        help="ops, with commas (default: %(default)s)",
+    )
     add("--out", metavar="FILE", help="the table to update (default: the one in your cache folder)")
     add("--traceback", action="store_true", help="show where an error arose")
     return command_line
@@ -63,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if why_not_hopper():
         raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {device!r}")
     path = Path(args.out) if args.out else tiles.user_table()
-    table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(device, {})
+    table = tiles.load(path)
+    packaged = tiles.load(tiles.TABLE).get(device, {})
     mine = table.setdefault(device, {})
     for case in cases.select(args.cases, args.only):
         problem = Problem(case)
@@ -72,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
                 key, tile, us, gain = tune(problem, op, direction)
                 line = f"{case.name} {op} {direction}: tile {tile} takes {us:.0f} us; the heuristic's tile takes"
                 print(f"{line} {gain:.3f} times as long", flush=True)
-                if gain >= GAIN or key in packaged:  # The measured tile also replaces a tile of the packaged table.
+                # The measured tile also replaces a tile of the packaged table.
+                if gain >= GAIN or key in packaged:
                     mine[key] = tile
                 else:
                     mine.pop(key, None)
@@ -81,29 +93,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, list[int], float, float]:
+def tune(
+    problem: Problem,
+    op: str,
+    direction: cases.Direction,
+) -> tuple[str, list[int], float, float]:
     """Measures the heuristic's tile and all candidates; returns the key, the fastest tile, its us, and its gain."""
-    case, size = problem.case, dims(problem, direction)
+    case = problem.case
+    size = dims(problem, direction)
     operands = problem.quantized(direction) if op.endswith("_fp8") else None
-    first = tiles.pick_tile(op, *size)
+    default = tiles.pick_tile(op, *size)
     times = {}
-    for tile in dict.fromkeys([first, *candidates(op, size[1])]):
+    for tile in dict.fromkeys([default, *candidates(op, size[1])]):
         try:
             call = hopper_gemm(problem, op, direction, operands, tile)
             times[tile] = kernel_time(call.f, call.args, Repeats(2, 7)).us
         except (Unsupported, ValueError) as error:
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
-    return tiles.tile_key(op, *size), tiles.to_numbers(best), times[best], times[first] / times[best]
+    return tiles.tile_key(op, *size), tiles.to_numbers(best), times[best], times[default] / times[best]
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
     """Returns the tiles to try: those whose last columns are not mostly idle."""
     sizes = {tile.tile_n: tile.stages for tile in tiles.HEURISTIC[op]}
     waste = {n: -(-columns // n) * n / columns for n in sizes}
-    kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
-    found = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
-    return found + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
+    widths = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
+    tiles_by_width = [TileConfig(n, sizes[n], width) for n in widths for width in (8, 16)]
+    return tiles_by_width + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
 
 
 def render(table: dict[str, dict[str, list[int]]]) -> str:

@@ -27,7 +27,6 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries = False
 
-myst_heading_anchors = 2  # [text](page.md#a-heading) is a link
 smartquotes = False  # three dots in a shape are three dots
 highlight_language = "text"  # of blocks that name no language: formulas
 

@@ -72,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
     stream = sys.stdout if processes.is_first() else None
     config = processes.together(lambda: train_config(args))
-    result = loop.train(config, resume=args.resume, report=Report(stream))
+    report = Report(stream)
+    result = loop.train(config, resume=args.resume, report=report)
+    if not result.interrupted:
+        report.note("counting the bytes of weights on the wire, and drawing the curves ...")
     lines = finish(result)
     if result.interrupted:
         again = [*NAME.split(), "--resume", "--name", result.config.name]

@@ -38,9 +38,13 @@ class Fault:
     tests: tuple[str, ...]
 
 
-MOE, PRODUCTS, DENSE = "tests/block/test_moe.py", "tests/ops/test_grouped_matmul.py", "tests/ops/test_dense.py"
-PERMUTE, QUANTIZE = "tests/ops/test_permute.py", "tests/ops/test_quantize.py"
-ROUTE, EXCHANGE = "tests/ops/test_route.py", "tests/ops/test_exchange.py"
+MOE = "tests/block/test_moe.py"
+PRODUCTS = "tests/ops/test_grouped_matmul.py"
+DENSE = "tests/ops/test_dense.py"
+PERMUTE = "tests/ops/test_permute.py"
+QUANTIZE = "tests/ops/test_quantize.py"
+ROUTE = "tests/ops/test_route.py"
+EXCHANGE = "tests/ops/test_exchange.py"
 BEHAVIOUR = "tests/block/test_moe_behaviour.py"
 
 ROUNDS = "tests/block/test_rounds.py::test_every_routing_is_exact[2x4-custom_partitioning-all_to_all]"
@@ -140,8 +144,8 @@ FAULTS = (
           'return jnp.take(x, gather_idx, axis=0, mode="clip")',
           (f"{PERMUTE}::test_round_trip", f"{PERMUTE}::test_each_shard_sorts_its_own")),
     Fault("rows of two tokens overlap in the memory of a peer", "exchange/one_sided.py",
-          "shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)",
-          "shift_there, shift_back = arrive[rank] - start - 1, leave[:, rank] - (last - received)",
+          "shift_there = arrive[rank] - start",
+          "shift_there = arrive[rank] - start - 1",
           ("tests/ops/test_one_sided.py::test_plan",)),
     Fault("the last block of an expert counts one row too many", "kernels/hopper/formats.py",
           "jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK)",

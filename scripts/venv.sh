@@ -31,11 +31,25 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     fi
 fi
 
+# Prints a dot every five seconds until a command ends, and returns its status.
+with_dots() {
+    "$@" &
+    local job=$! ticks=0
+    while kill -0 "$job" 2>/dev/null; do
+        sleep 0.2
+        ticks=$((ticks + 1))
+        if ((ticks % 25 == 0)); then printf '.'; fi
+    done
+    if ((ticks >= 25)); then echo; fi
+    wait "$job"
+}
+
 echo "Installing into $venv: $*"
 if command -v uv >/dev/null 2>&1; then
-    uv pip install --quiet --python "$venv/bin/python" "$@"
+    with_dots uv pip install --quiet --python "$venv/bin/python" "$@"
 else
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
+    with_dots "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
+    echo "Compiling the packages of $venv to bytecode"
     # pip would compile on one core. A package may hold templates that are no Python, which do not compile.
-    "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true
+    with_dots "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true
 fi

@@ -62,6 +62,12 @@ PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_c
 BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 # The packages whose private functions have one line of docstring.
 CORE = ("block/", "mesh/", "ops/", "exchange/", "kernels/")
+# The most that src/moax has of what makes code dense: assignments `a, b = x, y` and conditional expressions per 1000
+# lines of code, and the share of lines of code over 100 columns; then the arguments that nine of ten functions of
+# block/ stay within. Docstrings, comments and blanks are no code.
+PAIRS, CONDITIONALS, WIDE, ARGUMENTS = 10, 30, 0.04, 7
+# Words that say nothing of a value.
+VAGUE = {"found", "given", "made", "kept", "some", "most", "more", "at", "of", "how"}
 # English that hides the subject of a sentence, and what to write.
 PHRASES = {
     r"\b(is that|are those) of\b": "name the thing: `None means the dtype of x`",
@@ -247,6 +253,50 @@ def test_a_private_function_is_explained_in_one_line():
          and "\n" in (ast.get_docstring(node) or "")),
         "one line of docstring; a reason is a comment at its line",
     )  # fmt: skip
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines of a file without docstrings, comments and blanks."""
+    hidden = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
+            docstring = node.body[0]
+            hidden.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    numbered = enumerate(text.splitlines(), 1)
+    return [line for number, line in numbered if number not in hidden and line.strip() and line.strip()[0] != "#"]
+
+
+def test_code_has_air():
+    """Breaks if the library packs several statements in a line, branches in expressions, or arguments in block/."""
+    lines = [line for path in FILES for line in code_lines(path.read_text())]
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    pairs = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    ]
+    conditionals = [node for node in nodes if isinstance(node, ast.IfExp)]
+    assert 1000 * len(pairs) / len(lines) <= PAIRS
+    assert 1000 * len(conditionals) / len(lines) <= CONDITIONALS
+    assert sum(len(line) > 100 for line in lines) / len(lines) <= WIDE
+    block = [node for path in sorted((SRC / "block").glob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
+    signatures = [node.args for node in block if isinstance(node, ast.FunctionDef)]
+    counts = sorted(len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs) for args in signatures)
+    assert counts[int(0.9 * len(counts))] <= ARGUMENTS
+
+
+def test_a_variable_says_what_it_holds():
+    """Breaks if a local variable has a name of VAGUE; parameters and fields, whose owners say more, may."""
+    wrong = []
+    for path in FILES:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            parameters = {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE - parameters:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}")
+    assert not wrong, wrong
 
 
 def test_a_sentence_names_its_subject():

@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
     if not request["mesh"]:
         return serve(request, config, None)
     devices = math.prod(request["mesh"].values())
-    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
+    # On a machine with GPUs this sets the host's devices.
+    jax.config.update("jax_num_cpu_devices", devices)
     mesh = moax.make_mesh(request["mesh"], devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
         return serve(request, config, mesh)
@@ -59,37 +60,59 @@ def main(argv: list[str]) -> int:
 
 def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     """Does the work of `main` while the mesh is set."""
-    repeats, devices = Repeats(**request["repeats"]), 1 if mesh is None else mesh.size
+    repeats = Repeats(**request["repeats"])
+    devices = size_of(mesh)
     loads = request.get("loads", [[None, request["buffer_factor"]]])
     shapes = param_shapes(config, mesh)
     keep = functools.partial(moax.quantize_params, config=config, **options_of(request))
-    keeper = jax.jit(keep).lower(shapes).compile() if request["recipe"] == KEPT else None
-    kept_shapes = None if keeper is None else jax.tree.map(
-        lambda v, at: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=at),
-        jax.eval_shape(keep, shapes), keeper.output_shardings,
-    )  # fmt: skip
+    keeper = None
+    kept_shapes = None
+    if request["recipe"] == KEPT:
+        keeper = jax.jit(keep).lower(shapes).compile()
+        kept_shapes = jax.tree.map(
+            lambda v, sharding: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding),
+            jax.eval_shape(keep, shapes),
+            keeper.output_shardings,
+        )
     programs: dict[tuple[int, float | None], tuple[dict, dict]] = {}
     notes = {}
-    for tokens, factor in itertools.product(request["tokens"], dict.fromkeys(factor for _, factor in loads)):
+    for tokens, factor in itertools.product(
+        request["tokens"],
+        dict.fromkeys(factor for _, factor in loads),
+    ):
         try:
             options = options_of(request) | {"buffer_factor": factor}
-            how = moax.OVERLAP_OPTIONS if request["overlap"] else None
+            compiler_options = moax.OVERLAP_OPTIONS if request["overlap"] else None
             programs[tokens, factor] = build(
-                config, options, how, mesh, shapes, kept_shapes, tokens, "loads" in request
+                config,
+                options,
+                compiler_options,
+                mesh,
+                shapes,
+                kept_shapes,
+                tokens,
+                "loads" in request,
             )
         except Exception as error:  # The other programs may compile and fit.
             notes[tokens, factor] = why(error)
     print(READY, flush=True)
     sys.stdin.readline()
-    params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16) if programs else None
-    kept = keeper(params) if programs and keeper is not None else None
+    params = None
+    quantized = None
+    if programs:
+        params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16)
+        if keeper is not None:
+            quantized = keeper(params)
 
     def operands(tokens: int, imbalance: float | None) -> tuple:
         x, dy = inputs(config, mesh, tokens * devices)
         if "loads" not in request:
-            return x, params, kept, None, dy
-        experts = choose_experts(config, request["mesh"]["ep"], tokens, 1.0 if imbalance is None else imbalance)
-        return x, params, kept, jax.device_put(np.tile(experts, (devices, 1)), named(mesh, token_spec(moax.Axes()))), dy
+            return x, params, quantized, None, dy
+        load = 1.0 if imbalance is None else imbalance
+        experts = choose_experts(config, request["mesh"]["ep"], tokens, load)
+        every_shard = np.tile(experts, (devices, 1))
+        placed = jax.device_put(every_shard, named(mesh, token_spec(moax.Axes())))
+        return x, params, quantized, placed, dy
 
     # A peak never falls, so these calls come before any timing, which holds several results, in ascending order.
     for key in sorted(programs, key=lambda key: programs[key][1]["compiled_bytes"]["temp"] or 0):
@@ -100,7 +123,9 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
         except Exception as error:
             notes[key] = why(error)
     for tokens, (imbalance, factor) in itertools.product(request["tokens"], loads):
-        answer: dict[str, Any] = {"tokens": tokens} | ({"load": [imbalance, factor]} if "loads" in request else {})
+        answer: dict[str, Any] = {"tokens": tokens}
+        if "loads" in request:
+            answer["load"] = [imbalance, factor]
         try:
             if (tokens, factor) in notes:
                 answer["note"] = notes[tokens, factor]
@@ -108,7 +133,8 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
                 compiled, answer["memory"] = programs[tokens, factor]
                 args = operands(tokens, imbalance)
                 for name, program in compiled.items():
-                    answer[name] = measure(program, args[:-1] if name == "fwd" else args, repeats, devices)
+                    inputs_of_program = args[:-1] if name == "fwd" else args
+                    answer[name] = measure(program, inputs_of_program, repeats, devices)
                 if "loads" in request:
                     counts = zip(("rounds", "dropped"), compiled["fwd+bwd"](*args)[2], strict=True)
                     answer["fwd+bwd"] |= {name: int(count) for name, count in counts}
@@ -122,7 +148,8 @@ def options_of(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `moax.moe` that a request names."""
     recipe = request["recipe"].removesuffix("+kept")
     names = ("kernels", "exchange", "buffer_factor")
-    return {"recipe": None if recipe == "none" else recipe} | {n: request[n] for n in names if n in request}
+    options = {name: request[name] for name in names if name in request}
+    return {"recipe": None if recipe == "none" else recipe} | options
 
 
 def layer(x, params, quantized, experts=None, *, config: moax.MoEConfig, options: dict[str, Any]):
@@ -132,11 +159,18 @@ def layer(x, params, quantized, experts=None, *, config: moax.MoEConfig, options
 
 def param_shapes(config: moax.MoEConfig, mesh) -> moax.MoEParams:
     """Returns the ShapeDtypeStructs of the parameters in bf16, with their sharding on a mesh."""
-    shapes = jax.eval_shape(functools.partial(moax.init, config=config, dtype=jnp.bfloat16), jax.random.key(0))
+    shapes = jax.eval_shape(
+        functools.partial(moax.init, config=config, dtype=jnp.bfloat16),
+        jax.random.key(0),
+    )
     if mesh is None:
         return shapes
     places = named(mesh, param_specs(config))
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        places,
+    )
 
 
 def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
@@ -149,10 +183,10 @@ def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
 def build(
     config: moax.MoEConfig,
     options: dict[str, Any],
-    how: dict[str, Any] | None,
+    compiler_options: dict[str, Any] | None,
     mesh,
     params,
-    kept,
+    quantized,
     tokens: int,
     routed: bool,
 ) -> tuple[dict, dict]:
@@ -160,60 +194,90 @@ def build(
     that are known before a program runs. With `routed` the routing is an operand, and the only direction also returns
     (rounds, dropped)."""
 
-    def run(x, params, kept, experts):
-        y, stats = layer(x, params, kept, experts, config=config, options=options)
+    def run(x, params, quantized, experts):
+        y, stats = layer(x, params, quantized, experts, config=config, options=options)
         return y, ((stats.rounds, stats.dropped) if routed else ())
 
-    def forward(x, params, kept, experts):
-        return jax.vjp(lambda x, params: run(x, params, kept, experts), x, params, has_aux=True)
+    def forward(x, params, quantized, experts):
+        def differentiated(x, params):
+            return run(x, params, quantized, experts)
 
-    def both(x, params, kept, experts, dy):
-        y, pull, counts = forward(x, params, kept, experts)
+        return jax.vjp(differentiated, x, params, has_aux=True)
+
+    def both(x, params, quantized, experts, dy):
+        y, pull, counts = forward(x, params, quantized, experts)
         return y, pull(dy), counts
 
-    devices = 1 if mesh is None else mesh.size
-    at = None if mesh is None else named(mesh, token_spec(moax.Axes()))
-    x = jax.ShapeDtypeStruct((tokens * devices, config.d_model), jnp.bfloat16, sharding=at)
-    experts = jax.ShapeDtypeStruct((len(x), config.top_k), jnp.int32, sharding=at) if routed else None
-    # Gradients have the sharding of their parameters, as in a training step.
-    placed = None if mesh is None else (at, (at, named(mesh, param_specs(config))), None)
-    programs = {} if routed else {
-        "fwd": jax.jit(lambda *args: run(*args)[0], out_shardings=at).lower(x, params, kept, None).compile(how)
-    }  # fmt: skip
-    programs["fwd+bwd"] = jax.jit(both, out_shardings=placed).lower(x, params, kept, experts, x).compile(how)
+    def saved_arrays(*args):
+        _, pull, _ = forward(*args)
+        return jax.tree.leaves(pull)
+
+    devices = size_of(mesh)
+    sharding = None
+    placed = None
+    if mesh is not None:
+        # Gradients have the sharding of their parameters, as in a training step.
+        sharding = named(mesh, token_spec(moax.Axes()))
+        placed = (sharding, (sharding, named(mesh, param_specs(config))), None)
+    x = jax.ShapeDtypeStruct((tokens * devices, config.d_model), jnp.bfloat16, sharding=sharding)
+    experts = None
+    if routed:
+        experts = jax.ShapeDtypeStruct((len(x), config.top_k), jnp.int32, sharding=sharding)
+    programs = {}
+    if not routed:
+        fwd = jax.jit(lambda *args: run(*args)[0], out_shardings=sharding)
+        programs["fwd"] = fwd.lower(x, params, quantized, None).compile(compiler_options)
+    fwd_bwd = jax.jit(both, out_shardings=placed)
+    programs["fwd+bwd"] = fwd_bwd.lower(x, params, quantized, experts, x).compile(compiler_options)
     analysis: Any = programs["fwd+bwd"].memory_analysis()
-    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(forward(*args)[1]))(x, params, kept, experts).jaxpr
-    weights = jaxpr.invars[1:]  # x is an array that forward keeps
-    saved: dict[Any, Any] = {var: var.aval for var in jaxpr.outvars if isinstance(var, Var) and var not in weights}
+    jaxpr = jax.make_jaxpr(saved_arrays)(x, params, quantized, experts).jaxpr
+    weights = jaxpr.invars[1:]  # Forward keeps the array x.
+    # An array that is saved twice counts once.
+    saved: dict[Any, Any] = {}
+    for var in jaxpr.outvars:
+        if isinstance(var, Var) and var not in weights:
+            saved[var] = var.aval
+    saved_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values())
+    kinds = ("argument", "output", "temp")
     memory: dict[str, Any] = {
         "params_bytes": sum(_shard_bytes(p) for p in jax.tree.leaves(params)),
-        "compiled_bytes": {
-            kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in ("argument", "output", "temp")
-        },
-        "saved_bytes": sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values()) // devices,
+        "compiled_bytes": {kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds},
+        "saved_bytes": saved_bytes // devices,
     }
     if mesh is None:
         memory["saved_needed_bytes"] = saved_needed(config, options["recipe"], tokens)
     return programs, memory
 
 
+def size_of(mesh) -> int:
+    """Returns the number of devices of a mesh; None means one device."""
+    return 1 if mesh is None else mesh.size
+
+
 def peak_bytes(mesh) -> int | None:
     """Returns the peak bytes of the device with the largest peak; None where JAX does not tell."""
     devices = jax.local_devices()[:1] if mesh is None else mesh.devices.flat
     stats = [device.memory_stats() or {} for device in devices]
-    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+    peaks = [memory["peak_bytes_in_use"] for memory in stats if "peak_bytes_in_use" in memory]
+    return max(peaks, default=None)
 
 
 def measure(compiled, args: tuple, repeats: Repeats, devices: int) -> dict[str, Any]:
     """Measures the time of a call, and on GPUs its kernels by stage."""
     text = compiled.as_text() or ""
-    found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us, "path": path_of(text)}
+    results: dict[str, Any] = {"us": call_time(compiled, args, repeats).us, "path": path_of(text)}
     if find_device().platform == "gpu":
-        found |= split(text, kernel_time(compiled, args, Repeats(1, 3)).kernels, devices, found["us"])
-    return found
+        kernels = kernel_time(compiled, args, Repeats(1, 3)).kernels
+        results |= split(text, kernels, devices, results["us"])
+    return results
 
 
-def split(hlo: str, kernels: Sequence[tuple[str, float]], devices: int, us: float) -> dict[str, Any]:
+def split(
+    hlo: str,
+    kernels: Sequence[tuple[str, float]],
+    devices: int,
+    us: float,
+) -> dict[str, Any]:
     """Returns {kernel_us, stages_us, kernels}, the means over all devices, and of several devices exposed_us.
 
     `exposed_us` is the wall clock `us` less the kernels that compute: the communication that no computation hides, plus
@@ -233,8 +297,12 @@ def split(hlo: str, kernels: Sequence[tuple[str, float]], devices: int, us: floa
     total["communication"] = sum(time for _, time in moving)
     of_a_device = {stage: time / devices for stage, time in total.items()}
     compute = sum(time for _, time in computing) / devices
-    found = {"kernel_us": sum(of_a_device.values()), "stages_us": of_a_device, "kernels": listed[:TOP]}
-    return found | {"exposed_us": max(0.0, us - compute)}
+    results = {
+        "kernel_us": sum(of_a_device.values()),
+        "stages_us": of_a_device,
+        "kernels": listed[:TOP],
+    }
+    return results | {"exposed_us": max(0.0, us - compute)}
 
 
 def path_of(text: str) -> str:
@@ -254,9 +322,12 @@ def saved_needed(config, recipe: str | moax.Recipe | None, tokens: int) -> dict[
     return {"rows": math.ceil(assigned * per_row), "hidden": hidden}
 
 
-def _shard_bytes(of: jax.ShapeDtypeStruct) -> int:
-    shape = of.shape if of.sharding is None else of.sharding.shard_shape(of.shape)
-    return math.prod(shape) * of.dtype.itemsize
+def _shard_bytes(array: jax.ShapeDtypeStruct) -> int:
+    if array.sharding is None:
+        shape = array.shape
+    else:
+        shape = array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
 
 
 if __name__ == "__main__":

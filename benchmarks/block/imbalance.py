@@ -26,44 +26,73 @@ from moax import MoEConfig
 IMBALANCES = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 
 
-def rows(blocks: list[Block], how: How, repeats: Repeats, tokens: tuple[int, ...] | None = None) -> Iterator[Row]:
+def rows(
+    blocks: list[Block],
+    settings: How,
+    repeats: Repeats,
+    tokens: tuple[int, ...] | None = None,
+) -> Iterator[Row]:
     """Yields a row of forward with backward for each block, recipe, number of tokens, imbalance and buffer_factor."""
-    how.check()
-    ranks = how.sizes["ep"]
+    settings.check()
+    ranks = settings.sizes["ep"]
     if ranks < 2:
-        raise ValueError(f"--mesh{how} has one rank of ep, which is always balanced; it must have several, as ep=2")
-    loads = [(x, factor) for factor in dict.fromkeys((how.buffer_factor, None)) for x in IMBALANCES if x <= ranks]
+        raise ValueError(
+            f"--mesh{settings} has one rank of ep, which is always balanced; it must have several, as ep=2"
+        )
+    loads = [(x, factor) for factor in dict.fromkeys((settings.buffer_factor, None)) for x in IMBALANCES if x <= ranks]
     for case in blocks:
         sizes = tokens or case.tokens[:1]
-        for recipe in how.recipes:
-            request = how.request(case, recipe, repeats, sizes) | {"loads": loads}
+        for recipe in settings.recipes:
+            request = settings.request(case, recipe, repeats, sizes) | {"loads": loads}
             lost: dict[str, Any] = {"note": "the process ended early"}
-            found = {(size, load): lost for size in sorted(sizes) for load in loads}
+            measured_loads = {(size, load): lost for size in sorted(sizes) for load in loads}
             for _, answer in answers([(case, Worker(WORKERS[OURS], request))]):
-                of = [tuple(answer["load"])] if "load" in answer else loads  # without: it ended before its first load
-                found |= {(answer["tokens"], load): answer for load in of}
-            balanced = {(size, factor): answer.get("fwd+bwd", {}).get("us")
-                        for (size, (x, factor)), answer in found.items() if x == 1}  # fmt: skip
-            for (size, (x, factor)), answer in found.items():
+                # An answer without a load ended before its first one.
+                answered_loads = [tuple(answer["load"])] if "load" in answer else loads
+                measured_loads |= {(answer["tokens"], load): answer for load in answered_loads}
+            balanced = {
+                (size, factor): answer.get("fwd+bwd", {}).get("us")
+                for (size, (x, factor)), answer in measured_loads.items()
+                if x == 1
+            }
+            for (size, (x, factor)), answer in measured_loads.items():
                 named = "None" if factor is None else f"{factor:.4g}"
-                row = Row("imbalance", f"{case.name} T{size}{how} X={x:g} buffer_factor={named}", "fwd+bwd")
-                row.recipe, row.note = recipe, answer.get("note", "")
-                row.extra = {"mesh": how.sizes, "exchange": how.exchange, "imbalance": x, "buffer_factor": factor}
+                row = Row(
+                    "imbalance",
+                    f"{case.name} T{size}{settings} X={x:g} buffer_factor={named}",
+                    "fwd+bwd",
+                )
+                row.recipe = recipe
+                row.note = answer.get("note", "")
+                row.extra = {
+                    "mesh": settings.sizes,
+                    "exchange": settings.exchange,
+                    "imbalance": x,
+                    "buffer_factor": factor,
+                }
                 if measured := answer.get("fwd+bwd"):
-                    row.us, row.method, row.path = measured["us"], "wall", measured["path"]
+                    row.us = measured["us"]
+                    row.method = "wall"
+                    row.path = measured["path"]
                     row.extra |= answer["memory"] | {name: measured[name] for name in ("rounds", "dropped")}
                     base = balanced[size, factor]
                     row.extra["ratio"] = row.us / (x * base) if base else None
                 yield row
 
 
-def choose_experts(config: MoEConfig, ranks: int, tokens: int, imbalance: float) -> Int[np.ndarray, "T K"]:
+def choose_experts(
+    config: MoEConfig,
+    ranks: int,
+    tokens: int,
+    imbalance: float,
+) -> Int[np.ndarray, "T K"]:
     """Returns experts that give rank 0 `imbalance` times the balanced load, T K / ranks, and the others equal parts.
 
     Within a rank the experts have equally many tokens. With 4 experts, K = 2, 2 ranks, 4 tokens and an imbalance of
     1.5, rank 0 has 6 of 8 assignments: the tokens choose (0, 2), (1, 0), (1, 3) and (0, 1).
     """
-    of_rank, total = config.num_experts // ranks, tokens * config.top_k
+    of_rank = config.num_experts // ranks
+    total = tokens * config.top_k
     load = round(imbalance * total / ranks)
     if load > tokens * min(config.top_k, of_rank):
         raise ValueError(
@@ -72,9 +101,13 @@ def choose_experts(config: MoEConfig, ranks: int, tokens: int, imbalance: float)
         )
     ends = np.arange(1, tokens + 1) * load // tokens  # assignments of rank 0 up to each token
     begins = np.concatenate([[0], ends[:-1]])
-    other_experts = np.arange(of_rank, config.num_experts).reshape(-1, of_rank).T.reshape(-1)  # rank by rank in turn
+    # The experts come rank by rank in turn.
+    other_experts = np.arange(of_rank, config.num_experts).reshape(-1, of_rank).T.reshape(-1)
     experts = np.empty((tokens, config.top_k), np.int32)
     for token, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         there = np.arange(token * config.top_k - begin, (token + 1) * config.top_k - end)
-        experts[token] = [*(np.arange(begin, end) % of_rank), *other_experts[there % max(1, len(other_experts))]]
+        experts[token] = [
+            *(np.arange(begin, end) % of_rank),
+            *other_experts[there % max(1, len(other_experts))],
+        ]
     return experts

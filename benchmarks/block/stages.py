@@ -10,8 +10,17 @@ from benchmarks.profiles import Kernel, length, union
 
 TOP = 24  # as many kernels are listed of a step
 STAGES = (
-    "route", "plan", "permute", "quantize", "gemm fwd", "activation", "gemm dgrad", "gemm wgrad", "unpermute", "other",
-)  # fmt: skip
+    "route",
+    "plan",
+    "permute",
+    "quantize",
+    "gemm fwd",
+    "activation",
+    "gemm dgrad",
+    "gemm wgrad",
+    "unpermute",
+    "other",
+)
 MOSAIC = "_mosaic_gpu_kernel"
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%([\w.\-]+) = .*?op_name="([^"]*)"', re.MULTILINE)
 # The first pattern that matches the name or the scope of a kernel decides.
@@ -27,7 +36,8 @@ PATTERNS = tuple(
         ("plan", r"argsort|searchsorted|build_permutation|count_groups"),
         ("gemm", r"grouped_matmul|mpmd_map|dot_general|gemm|nvjet|cutlass|xmma"),
         ("route", r"route|router|top_k|sort|softmax|sigmoid|cub::|radix"),
-        ("plan", r"/experts(_grad)?/"),  # The other kernels of this scope compute the places of rows and the blocks.
+        # The other kernels of this scope compute the places of rows and the blocks.
+        ("plan", r"/experts(_grad)?/"),
     )
 )
 # The parts of a step of the language model: the stages that a part sums up; the others are named by scopes of `lm`.
@@ -95,15 +105,15 @@ def scopes(hlo: str, kernels: Iterable[str]) -> list[str]:
         if scope.endswith("/mpmd_map"):
             mosaic[scope.split("/")[-2]].append(scope)
     seen: dict[str, int] = defaultdict(int)
-    found = []
+    names = []
     for kernel in kernels:
         body = kernel.removesuffix(MOSAIC)
         if kernel.endswith(MOSAIC) and mosaic[body]:
-            found.append(mosaic[body][seen[body] % len(mosaic[body])])
+            names.append(mosaic[body][seen[body] % len(mosaic[body])])
             seen[body] += 1
         else:
-            found.append(own.get(kernel, ""))
-    return found
+            names.append(own.get(kernel, ""))
+    return names
 
 
 def split(hlo: str, kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, float], list[dict]]:
@@ -142,11 +152,14 @@ def split_step(
     """
     own = {re.sub(r"[.\-]", "_", name): scope for name, scope in INSTRUCTION.findall(hlo)}
     guessed = scopes(hlo, [kernel.name for kernel in kernels])
-    total, by_kernel, unsure = dict.fromkeys(parts, 0.0), defaultdict(float), 0.0
+    total = dict.fromkeys(parts, 0.0)
+    by_kernel = defaultdict(float)
+    unsure = 0.0
     for kernel, guess in zip(kernels, guessed, strict=True):
         known = own.get(re.sub(r"[.\-]", "_", kernel.op), "")
         scope = known or guess
-        part, us = part_of(kernel.name, scope), (kernel.end - kernel.start) / 1e3 / steps
+        part = part_of(kernel.name, scope)
+        us = (kernel.end - kernel.start) / 1e3 / steps
         total[part] += us
         unsure += us if kernel.name.endswith(MOSAIC) and not known else 0.0
         by_kernel[part, kernel.name, scope] += us
@@ -155,4 +168,9 @@ def split_step(
         length(union((k.start, k.end) for k in kernels if k.device == device)) for device in {k.device for k in kernels}
     )
     largest = [{"part": part, "kernel": name, "scope": scope[-120:], "us": us} for (part, name, scope), us in listed]
-    return {"stages_us": total, "busy_us": busy / 1e3 / steps, "guessed_us": unsure, "largest": largest}
+    return {
+        "stages_us": total,
+        "busy_us": busy / 1e3 / steps,
+        "guessed_us": unsure,
+        "largest": largest,
+    }

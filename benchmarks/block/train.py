@@ -29,7 +29,8 @@ from lm.model import count
 from moax.models import MODELS
 
 WORKER = "benchmarks.block.train_worker"
-LAYERS = (4, 6)  # the compiled step of qwen3-30b takes 62 GiB with 4 layers in several microbatches, 91 with 6
+# The compiled step of qwen3-30b takes 62 GiB with 4 layers in several microbatches, and 91 with 6.
+LAYERS = (4, 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Run:
         heads, _, dim = self.model.heads
         return 6.0 * self.tokens * (active + self.model.num_layers * self.length * heads * dim)
 
-    def config(self, how: How, recipe: str) -> TrainConfig:
+    def config(self, settings: How, recipe: str) -> TrainConfig:
         """Returns the settings of a step on the mesh of `how`."""
-        sizes = how.sizes
+        sizes = settings.sizes
         batch = self.sequences * self.microbatches
         for axis in ("dp", "fsdp", "ep"):
             batch *= sizes.get(axis, 1)
@@ -69,9 +70,9 @@ class Run:
             seq=self.length,
             microbatches=self.microbatches,
             recipe=None if recipe == "none" else recipe,
-            exchange=how.exchange,
+            exchange=settings.exchange,
             dtype=self.dtype,
-            buffer_factor=how.buffer_factor,
+            buffer_factor=settings.buffer_factor,
         )
 
 
@@ -83,7 +84,14 @@ def _qwen3(layers: int) -> tuple[Run, ...]:
     """Returns the steps of so many layers of Qwen3-30B-A3B, over 1, 2, 4 and 8 microbatches."""
     moe = MODELS["qwen3-30b"].config
     sizes = dict(d_model=moe.d_model, d_ff=moe.d_ff, num_experts=moe.num_experts, top_k=moe.top_k)
-    model = ModelConfig(**sizes, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, balance="none")
+    model = ModelConfig(
+        **sizes,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        balance="none",
+    )
     return tuple(Run(f"qwen3-30b-L{layers} x{n}", model, 4, 4096, microbatches=n, random=True) for n in (1, 2, 4, 8))
 
 
@@ -98,26 +106,61 @@ TINY = (
 )
 
 
-def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
+def rows(runs: list[Run], settings: How, repeats: Repeats, peaks: dict[str, Any]) -> Iterator[Row]:
     """Yields a row for each model and recipe; `found` are the limits."""
-    how.check()
+    settings.check()
     workers = []
-    for run, recipe in itertools.product(runs, how.recipes):
-        request = {"config": run.config(how, recipe).to_json(), "tokens": [run.tokens], "random": run.random}
-        workers.append(((run, recipe), Worker(WORKER, request | {"repeats": dataclasses.asdict(repeats)})))
+    for run, recipe in itertools.product(runs, settings.recipes):
+        request = {
+            "config": run.config(settings, recipe).to_json(),
+            "tokens": [run.tokens],
+            "random": run.random,
+        }
+        workers.append(
+            (
+                (run, recipe),
+                Worker(WORKER, request | {"repeats": dataclasses.asdict(repeats)}),
+            )
+        )
     for (run, recipe), answer in answers(workers):
-        yield _row(run, recipe, how, answer, found)
+        yield _row(run, recipe, settings, answer, peaks)
 
 
-def _row(run: Run, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
-    row = Row("train", f"{run.name} T{run.tokens}{how}", "step", recipe=recipe, dtype=run.dtype)
+def _row(
+    run: Run,
+    recipe: str,
+    settings: How,
+    answer: dict[str, Any],
+    peaks: dict[str, Any],
+) -> Row:
+    row = Row(
+        "train",
+        f"{run.name} T{run.tokens}{settings}",
+        "step",
+        recipe=recipe,
+        dtype=run.dtype,
+    )
     row.note = answer.get("note", "")
-    row.extra = {"mesh": how.sizes, "exchange": how.exchange, "buffer_factor": how.buffer_factor}
+    row.extra = {
+        "mesh": settings.sizes,
+        "exchange": settings.exchange,
+        "buffer_factor": settings.buffer_factor,
+    }
     if "us" in answer:
-        row.us, row.method, row.path = answer["us"], "wall", answer["path"]
-        limits.rate(row, found, run.work)
-        row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, "flops": run.work, **answer["extra"]}
+        row.us = answer["us"]
+        row.method = "wall"
+        row.path = answer["path"]
+        limits.rate(row, peaks, run.work)
+        row.extra |= {
+            "tokens_per_s": run.tokens / row.us * 1e6,
+            "flops": run.work,
+            **answer["extra"],
+        }
         if weights := answer["extra"].get("stages_us", {}).get("quantization of weights"):
             us = row.us - 7 / 8 * weights
-            row.extra["fsdp8_computed"] = {"us": us, "tokens_per_s": run.tokens / us * 1e6, "quantization_us": weights}
+            row.extra["fsdp8_computed"] = {
+                "us": us,
+                "tokens_per_s": run.tokens / us * 1e6,
+                "quantization_us": weights,
+            }
     return row

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     request = json.loads(argv[0])
     config = TrainConfig.from_json(request["config"])
     devices = math.prod(size for _, size in config.mesh)
-    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
+    # On a machine with GPUs this sets the host's devices.
+    jax.config.update("jax_num_cpu_devices", devices)
     mesh = moax.make_mesh(dict(config.mesh), devices=jax.devices()[:devices])
     answer: dict[str, Any] = {"tokens": request["tokens"][0]}
     with jax.set_mesh(mesh):
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> int:
         try:
             update, like = jit_update(config, mesh)
             lowered = update.lower(*like)
-            step, init = lowered.compile(), jit_init(config, mesh).lower().compile()
+            step = lowered.compile()
+            init = jit_init(config, mesh).lower().compile()
             if find_device().platform == "gpu":
                 plain = lowered.compile(NO_COMMAND_BUFFERS)
         except Exception as error:
@@ -63,7 +65,13 @@ def main(argv: list[str]) -> int:
         try:
             if step is not None and init is not None:
                 answer |= measure(
-                    step, init, plain, config, mesh, Repeats(**request["repeats"]), random=request["random"]
+                    step,
+                    init,
+                    plain,
+                    config,
+                    mesh,
+                    Repeats(**request["repeats"]),
+                    random=request["random"],
                 )
         except Exception as error:
             answer["note"] = why(error)
@@ -85,10 +93,13 @@ def measure(
 
     A profile of `plain`, the step without command buffers, tells the parts of a step; None takes no profile.
     """
-    place, draw = named(mesh, token_spec(moax.Axes(), ndim=2)), batches_of(config, random)
+    place = named(mesh, token_spec(moax.Axes(), ndim=2))
+    draw = batches_of(config, random)
     texts = [jax.device_put(draw(index), place) for index in range(TEXTS)]
     state = init()
-    steps, times, losses = max(2, repeats.measured // 3), [], []
+    steps = max(2, repeats.measured // 3)
+    times = []
+    losses = []
     for batch in range(4):
         start = time.perf_counter()
         for index in range(repeats.warmups if batch == 0 else steps):
@@ -110,10 +121,19 @@ def measure(
                     for index in range(PROFILED):
                         state, metrics = plain(state, texts[index])
                     jax.block_until_ready(state)
-                extra |= stages.split_step(plain.as_text() or "", profiles.read_profile(folder), PROFILED * mesh.size)
-        except Exception as error:  # The times of the steps are useful without those of their parts.
+                extra |= stages.split_step(
+                    plain.as_text() or "",
+                    profiles.read_profile(folder),
+                    PROFILED * mesh.size,
+                )
+        # The times of the steps are useful without those of their parts.
+        except Exception as error:
             extra["profile_note"] = why(error)
-    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(step.as_text() or ""), "extra": extra}
+    return {
+        "us": 1e6 * statistics.median(times[1:]),
+        "path": path_of(step.as_text() or ""),
+        "extra": extra,
+    }
 
 
 def batches_of(config: TrainConfig, random: bool) -> Callable[[int], np.ndarray]:

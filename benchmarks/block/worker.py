@@ -30,7 +30,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 def config_of(request: dict[str, Any]) -> moax.MoEConfig:
     """Returns the config of a request."""
-    return moax.MoEConfig(**request["config"] | {"router": moax.RouterConfig(**request["config"]["router"])})
+    return moax.MoEConfig(
+        **request["config"] | {"router": moax.RouterConfig(**request["config"]["router"])},
+    )
 
 
 def refuse(tokens: list[int], error: Exception) -> int:
@@ -51,7 +53,8 @@ class Worker:
     """
 
     def __init__(self, module: str, request: dict[str, Any]):
-        self.tokens, self.errors = request["tokens"], tempfile.TemporaryFile("w+")
+        self.tokens = request["tokens"]
+        self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(request)],
             stdin=subprocess.PIPE,
@@ -79,7 +82,8 @@ class Worker:
             reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self.process.kill()  # The process may hold GPU memory that the next one needs.
-            answers, reason = [], why(error)
+            answers = []
+            reason = why(error)
         answered = {answer["tokens"] for answer in answers}
         return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in answered]
 

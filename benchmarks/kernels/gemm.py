@@ -25,7 +25,12 @@ FEW = Repeats(2, 5)  # repeats of the choice of a tile
 
 
 def rows(
-    cases: list[Case], peers: tuple[str, ...], repeats: Repeats, found: dict[str, Any], *, quick: bool = False
+    cases: list[Case],
+    peers: tuple[str, ...],
+    repeats: Repeats,
+    peaks: dict[str, Any],
+    *,
+    quick: bool = False,
 ) -> Iterator[Row]:
     """Yields the rows of moax, then those of the peers, for each case and direction."""
     torch = torch_grouped.rows(cases, repeats) if "torch" in peers else []
@@ -38,17 +43,34 @@ def rows(
             group += [peer(name, problem, direction, repeats, quick=quick) for name in jax_peers.CALLS if name in peers]
             group += [row for row in torch if (row.case, row.direction) == (case.name, direction)]
             for row in group:
-                limits.rate(row, found, case.flops, case.least_bytes(direction, 1 if row.recipe != "none" else 2))
-                row.extra |= {"M": case.rows, "K": case.contracted, "N": case.columns, "G": case.groups}
+                limits.rate(
+                    row,
+                    peaks,
+                    case.flops,
+                    case.least_bytes(direction, 1 if row.recipe != "none" else 2),
+                )
+                row.extra |= {
+                    "M": case.rows,
+                    "K": case.contracted,
+                    "N": case.columns,
+                    "G": case.groups,
+                }
                 row.extra |= {"sizes": case.distribution, "case_note": case.note}
             compare(group)
             yield from group
         del problem
 
 
-def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, by_xla: bool = False) -> Row:
+def own(
+    problem: Problem,
+    direction: Direction,
+    recipe: str,
+    repeats: Repeats,
+    by_xla: bool = False,
+) -> Row:
     """Returns the row of moax's product."""
-    fp8, impl = recipe != "none", f"{OURS}_xla" if by_xla else OURS
+    fp8 = recipe != "none"
+    impl = f"{OURS}_xla" if by_xla else OURS
     row = Row("gemm", problem.case.name, direction, impl, recipe, "e4m3" if fp8 else "bfloat16")
 
     def measure():
@@ -61,7 +83,14 @@ def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, b
     return row
 
 
-def peer(name: str, problem: Problem, direction: Direction, repeats: Repeats, *, quick: bool) -> Row:
+def peer(
+    name: str,
+    problem: Problem,
+    direction: Direction,
+    repeats: Repeats,
+    *,
+    quick: bool,
+) -> Row:
     """Returns the row of a peer in this process, with its fastest tile."""
     row = Row("gemm", problem.case.name, direction, name, path="peer")
     calls = jax_peers.CALLS[name]
@@ -74,12 +103,23 @@ def _attempt(row: Row, measure: Callable[[], None]) -> None:
     try:
         measure()
     except Exception as failure:
-        row.us, row.note = None, why(failure)
+        row.us = None
+        row.note = why(failure)
 
 
-def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=None, packed: bool = False) -> None:
+def _time(
+    row: Row,
+    calls,
+    problem,
+    direction,
+    repeats: Repeats,
+    *,
+    operands=None,
+    packed: bool = False,
+) -> None:
     """Times each call, and fills the row with the time and the error of the fastest one."""
-    best, failures = None, []
+    best = None
+    failures = []
     for call in calls:
         try:
             timing = kernel_time(call.f, call.args, FEW if len(calls) > 1 else repeats)
@@ -93,8 +133,16 @@ def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=Non
     call, timing = best
     if len(calls) > 1:
         timing = kernel_time(call.f, call.args, repeats)
-    row.us, row.method, row.tile, row.note = timing.us, timing.method, call.tile, "; ".join(failures)
-    found = error.measure(
-        call.f(*call.args), error.sample(problem, direction, operands), direction, problem, packed=packed
+    row.us = timing.us
+    row.method = timing.method
+    row.tile = call.tile
+    row.note = "; ".join(failures)
+    errors = error.measure(
+        call.f(*call.args),
+        error.sample(problem, direction, operands),
+        direction,
+        problem,
+        packed=packed,
     )
-    row.error, row.error_worst = found.total, found.worst
+    row.error = errors.total
+    row.error_worst = errors.worst

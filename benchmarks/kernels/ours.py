@@ -92,4 +92,8 @@ def xla_gemm(problem: Problem, direction: Direction, operands: Operands) -> Call
         w = jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), left.dtype)
         return jax.vjp(lambda w: forward(left, w, sizes), w)[1](right)[0]
 
-    return Call(product, (*(operands or operands_of(problem, direction)), problem.group_sizes), "xla")
+    return Call(
+        product,
+        (*(operands or operands_of(problem, direction)), problem.group_sizes),
+        "xla",
+    )

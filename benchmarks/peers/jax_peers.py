@@ -18,10 +18,24 @@ from moax.checks import Unsupported
 
 # Of ragged_dot: (contracted dims of left and right, whether the right operand has a matrix for each group).
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}
-MOST_SECONDS, MOST_BYTES, RATE = 0.1, 40e9, 300e12
+MOST_SECONDS = 0.1
+MOST_BYTES = 40e9
+RATE = 300e12
 # Tiles of pallas.ops.gpu: (block_m, block_n, block_k, max_concurrent_steps), the likely best first.
-PRODUCT = ((128, 128, 64, 4), (128, 192, 64, 4), (128, 128, 64, 6), (192, 128, 64, 4), (64, 256, 64, 4))
-GRADIENT = ((128, 128, 64, 4), (128, 128, 64, 6), (128, 128, 128, 2), (64, 128, 64, 6), (64, 64, 64, 6))
+PRODUCT = (
+    (128, 128, 64, 4),
+    (128, 192, 64, 4),
+    (128, 128, 64, 6),
+    (192, 128, 64, 4),
+    (64, 256, 64, 4),
+)
+GRADIENT = (
+    (128, 128, 64, 4),
+    (128, 128, 64, 6),
+    (128, 128, 128, 2),
+    (64, 128, 64, 6),
+    (64, 64, 64, 6),
+)
 WIDTHS = (16, 8, 4, 2, 1)
 
 
@@ -37,7 +51,11 @@ def ragged_dot(problem: Problem, direction: Direction, quick: bool) -> list[Call
             f"and up to {expanded / 1e9:.0f} GB"
         )
     left, right, grouped = DIMENSIONS[direction]
-    numbers = lax.RaggedDotDimensionNumbers((((left,), (right,)), ((), ())), [0], [0] if grouped else [])
+    numbers = lax.RaggedDotDimensionNumbers(
+        (((left,), (right,)), ((), ())),
+        [0],
+        [0] if grouped else [],
+    )
     a = problem.packed("dy" if direction == "dgrad" else "x")
     b = problem.w if grouped else problem.packed("dy")
     f = jax.jit(lambda a, b, sizes: lax.ragged_dot_general(a, b, sizes, numbers))
@@ -52,7 +70,8 @@ def pallas_mgpu(problem: Problem, direction: Direction, quick: bool) -> list[Cal
 
         operands = (problem.packed("x"), problem.packed("dy"))
         tiles = [t for t in GRADIENT if case.contracted % t[0] == 0 and case.columns % t[1] == 0]
-        columns, options = case.columns, {}
+        columns = case.columns
+        options = {}
     else:
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as kernel
 
@@ -63,14 +82,27 @@ def pallas_mgpu(problem: Problem, direction: Direction, quick: bool) -> list[Cal
         options = {"transpose_rhs": not forward}
     if not tiles:
         raise Unsupported(f"none of its tiles divides K={case.contracted}, N={case.columns}")
-    found = []
+    timings = []
     for m, n, k, steps in tiles[: 2 if quick else None]:
         width = next(w for w in WIDTHS if columns % (w * n) == 0)
-        sizes = dict(block_m=m, block_n=n, block_k=k, max_concurrent_steps=steps, grid_block_n=width)
+        sizes = dict(
+            block_m=m,
+            block_n=n,
+            block_k=k,
+            max_concurrent_steps=steps,
+            grid_block_n=width,
+        )
         product = functools.partial(kernel, **sizes, **options)
         f = jax.jit(lambda left, right, group_sizes, product=product: product(left, right, group_sizes=group_sizes))
-        found.append(Call(f, (*operands, problem.group_sizes), "peer", f"{m}x{n}x{k} s{steps} w{width}"))
-    return found
+        timings.append(
+            Call(
+                f,
+                (*operands, problem.group_sizes),
+                "peer",
+                f"{m}x{n}x{k} s{steps} w{width}",
+            )
+        )
+    return timings
 
 
 CALLS: dict[str, Callable[[Problem, Direction, bool], list[Call]]] = {

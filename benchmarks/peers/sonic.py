@@ -32,9 +32,13 @@ from moax import MoEConfig
 from moax.checks import Unsupported
 
 CHECKED = 256  # tokens in the check against float64
-LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16
-QUEUED, SLEEP = 4, 300_000_000  # calls between two events, and the cycles for which the GPU waits for the host before
-MARGIN = 2.0**-4  # tokens of the check whose choice of experts rounding cannot change; logits to 4 are off by 2^-7
+# This is the largest distance of y and of each gradient, norm over norm. SonicMoE rounds logits, h and a to bf16.
+LIMIT = 2e-2
+# These are the calls between two events, and the cycles for which the GPU waits for the host before them.
+QUEUED = 4
+SLEEP = 300_000_000
+# Rounding cannot change the choice of experts of tokens with this margin: logits to 4 are off by 2^-7.
+MARGIN = 2.0**-4
 
 
 class Params(NamedTuple):
@@ -59,9 +63,9 @@ def main(argv: list[str]) -> int:
 
 def check(config: MoEConfig) -> None:
     """Raises Unsupported where SonicMoE computes another layer than `moax.moe`, or cannot run."""
-    found = torch_layer.differs(config, {"fsdp": 1, "ep": 1})
-    if found:
-        raise Unsupported(f"SonicMoE's layer cannot do this: {', '.join(found)}")
+    differences = torch_layer.differs(config, {"fsdp": 1, "ep": 1})
+    if differences:
+        raise Unsupported(f"SonicMoE's layer cannot do this: {', '.join(differences)}")
     for module, name in (("torch", "PyTorch"), ("sonicmoe", "SonicMoE")):
         if importlib.util.find_spec(module) is None:
             raise Unsupported(f"{name} is not installed")
@@ -79,7 +83,8 @@ def serve(config: MoEConfig, sizes: list[int], repeats: Repeats, device: torch.d
     x, dy = inputs(config, CHECKED, device)
     torch.autograd.grad(layer(x, params, inference=False), (x, *params), dy)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # Others are measured before this process, and may need the memory.
+        # Others are measured before this process, and may need the memory.
+        torch.cuda.empty_cache()
     print(READY, flush=True)
     sys.stdin.readline()
     errors = distances(layer, config, params)
@@ -101,7 +106,9 @@ def serve(config: MoEConfig, sizes: list[int], repeats: Repeats, device: torch.d
 
 def draw(config: MoEConfig, device: torch.device) -> Params:
     """Returns weights of variance 1 / fan-in in bf16."""
-    h, f, experts = config.d_model, config.d_ff, config.num_experts
+    h = config.d_model
+    f = config.d_ff
+    experts = config.num_experts
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(seed)
@@ -111,7 +118,11 @@ def draw(config: MoEConfig, device: torch.device) -> Params:
     return Params(normal(0, experts, h), normal(1, experts, 2 * f, h), normal(2, experts, h, f))
 
 
-def inputs(config: MoEConfig, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(
+    config: MoEConfig,
+    tokens: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns x and dy, both [T, H] in bf16."""
     generator = torch.Generator(device).manual_seed(3)
     shape = (2, tokens, config.d_model)
@@ -119,7 +130,13 @@ def inputs(config: MoEConfig, tokens: int, device: torch.device) -> tuple[torch.
     return x.clone().requires_grad_(), dy.clone()
 
 
-def forward(layer: Callable, top_k: int, x: torch.Tensor, params: Params, inference: bool) -> torch.Tensor:
+def forward(
+    layer: Callable,
+    top_k: int,
+    x: torch.Tensor,
+    params: Params,
+    inference: bool,
+) -> torch.Tensor:
     """Returns y [T, H] of SonicMoE's layer: router, softmax of the K best logits, SwiGLU experts, weighted sum."""
     stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
     w1, w2 = (w.permute(1, 2, 0) for w in (params.w1, params.w2))
@@ -133,18 +150,26 @@ def distances(layer: Callable, config: MoEConfig, params: Params) -> dict[str, f
     exact = [v.detach().double() for v in (params.router.mT, wi, params.w2.mT)]
     best = (x.detach().double() @ exact[0]).topk(min(config.top_k + 1, config.num_experts)).values
     clear = (best[:, config.top_k - 1] - best[:, -1] > MARGIN) | (config.top_k == config.num_experts)
-    x, dy = x.detach()[clear][:CHECKED].requires_grad_(), dy[clear][:CHECKED]
+    x = x.detach()[clear][:CHECKED].requires_grad_()
+    dy = dy[clear][:CHECKED]
     wanted = torch_layer.exact_layer(config, x.double(), dy.double(), *exact)
     y = layer(x, params, inference=False)
     d_x, d_router, d_w1, d_w2 = torch.autograd.grad(y, (x, *params), dy)
     d_wi = torch.cat([d_w1[:, 0::2], d_w1[:, 1::2]], 1).mT
     got = {"y": y, "dx": d_x, "router": d_router.mT, "wi": d_wi, "wo": d_w2.mT}
     with torch.no_grad():
-        got["y of inference"], wanted["y of inference"] = layer(x, params, inference=True), wanted["y"]
+        got["y of inference"] = layer(x, params, inference=True)
+        wanted["y of inference"] = wanted["y"]
     return {name: torch_layer.distance(value.detach(), wanted[name]) for name, value in got.items()}
 
 
-def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
+def measure(
+    layer: Callable,
+    config: MoEConfig,
+    params: Params,
+    tokens: int,
+    repeats: Repeats,
+) -> dict[str, Any]:
     """Returns {memory, fwd, fwd+bwd} of one number of tokens."""
     x, dy = inputs(config, tokens, params.router.device)
 
@@ -173,11 +198,11 @@ def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, rep
 
 def kernel_time(f: Callable) -> float:
     """Returns the microseconds of the kernels and copies of a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(QUEUED):
             f()
         torch.cuda.synchronize()
-    ran = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return sum(event.time_range.elapsed_us() for event in ran) / QUEUED
 
 
@@ -195,15 +220,15 @@ def event_time(f: Callable) -> float:
 
 def saved_bytes(f: Callable, params: Params) -> int:
     """Returns the bytes that a forward pass keeps for backward, without the parameters."""
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def keep(value: torch.Tensor) -> torch.Tensor:
-        kept.append(value)  # No storage that is listed is freed, and then used again.
+        saved.append(value)  # No storage that is listed is freed, and then used again.
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         f()
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (value.untyped_storage() for value in kept)}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (value.untyped_storage() for value in saved)}
     held = {v.untyped_storage().data_ptr() for v in params}
     return sum(nbytes for place, nbytes in storages.items() if place not in held)
 

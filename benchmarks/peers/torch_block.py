@@ -33,7 +33,8 @@ SECONDS = 450  # limit of a collective, and of the wait for the line
 # NVLink multicast can put GPUs out of service that others share.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 CHECKED = 256  # tokens of a rank in the check against float64
-LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}  # largest distance of y and of each gradient, norm over norm
+# This is the largest distance of y and of each gradient, norm over norm.
+LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}
 SHARED = "wgrad's scales are of columns, shared by all groups"
 
 
@@ -58,15 +59,15 @@ def main(argv: list[str]) -> int:
 
 def torchrun(ranks: int, module: str, *argv: str) -> list[str]:
     """Returns the command that runs a module as so many ranks, whose environment says which each is."""
-    how = ("--standalone", "--nproc-per-node", str(ranks), "--module", module)
-    return [sys.executable, "-m", "torch.distributed.run", *how, *argv]
+    launch = ("--standalone", "--nproc-per-node", str(ranks), "--module", module)
+    return [sys.executable, "-m", "torch.distributed.run", *launch, *argv]
 
 
 def check(config: MoEConfig, sizes: dict[str, int]) -> None:
     """Raises Unsupported where `torch_layer` would compute something else than `moax.moe`."""
-    found = torch_layer.differs(config, sizes)
-    if found:
-        raise Unsupported(f"the layer of PyTorch cannot do this: {', '.join(found)}")
+    differences = torch_layer.differs(config, sizes)
+    if differences:
+        raise Unsupported(f"the layer of PyTorch cannot do this: {', '.join(differences)}")
 
 
 def die_with_parent() -> None:
@@ -79,7 +80,9 @@ def die_with_parent() -> None:
 def serve(request: dict[str, Any], config: MoEConfig) -> None:
     """Measures a request as one rank; rank 0 prints the answers."""
     die_with_parent()
-    gpu, mesh, rank = torch.cuda.is_available(), request["mesh"], int(os.environ["RANK"])
+    gpu = torch.cuda.is_available()
+    mesh = request["mesh"]
+    rank = int(os.environ["RANK"])
     if not gpu and request["recipe"] != "none":
         raise Unsupported("torch._scaled_grouped_mm is for GPUs")
     if rank == 0:
@@ -92,7 +95,10 @@ def serve(request: dict[str, Any], config: MoEConfig) -> None:
     groups = Mesh.make(mesh["fsdp"], mesh["ep"])
     params = draw(config, rank, device)
     pieces = torch_layer.compiled() if gpu else torch_layer.plain()
-    products = torch_layer.bf16() if request["recipe"] == "none" else torch_layer.fp8_rowwise(pieces)
+    if request["recipe"] == "none":
+        products = torch_layer.bf16()
+    else:
+        products = torch_layer.fp8_rowwise(pieces)
     layer = Layer(config, groups, products, pieces)
     for tokens in request["tokens"]:
         answer = {"tokens": tokens, **checked(layer, params, request, tokens)}
@@ -103,7 +109,9 @@ def serve(request: dict[str, Any], config: MoEConfig) -> None:
 
 def draw(config: MoEConfig, rank: int, device) -> Params:
     """Returns a rank's shard of weights of variance 1 / fan-in, and the router, in bf16."""
-    h, f, experts = config.d_model, config.d_ff, config.num_experts
+    h = config.d_model
+    f = config.d_ff
+    experts = config.num_experts
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(seed)
@@ -111,7 +119,11 @@ def draw(config: MoEConfig, rank: int, device) -> Params:
         return values.mul_(shape[-2] ** -0.5)
 
     shard = experts // dist.get_world_size()
-    return Params(normal(0, h, experts), normal(2 * rank + 1, shard, h, 2 * f), normal(2 * rank + 2, shard, f, h))
+    return Params(
+        normal(0, h, experts),
+        normal(2 * rank + 1, shard, h, 2 * f),
+        normal(2 * rank + 2, shard, f, h),
+    )
 
 
 def inputs(config: MoEConfig, tokens: int, device) -> list[torch.Tensor]:
@@ -121,13 +133,13 @@ def inputs(config: MoEConfig, tokens: int, device) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)]
 
 
-def wrong(of: Layer, params: Params, recipe: str) -> str:
+def wrong(layer: Layer, params: Params, recipe: str) -> str:
     """Names the results that are too far from float64 on any rank; "" if there are none."""
-    x, dy = inputs(of.config, CHECKED, params.router.device)
-    y, saved = of.forward(x, params)
-    d_x, d = of.backward(dy, saved, params)
+    x, dy = inputs(layer.config, CHECKED, params.router.device)
+    y, saved = layer.forward(x, params)
+    d_x, d = layer.backward(dy, saved, params)
     got = {"y": y, "dx": d_x, "router": d.router, "wi": d.wi, "wo": d.wo}
-    wanted = expected(of, params, x, dy)
+    wanted = expected(layer, params, x, dy)
     errors = {name: agreed(torch_layer.distance(value, wanted[name])) for name, value in got.items()}
     del wanted
     if x.is_cuda:
@@ -135,10 +147,17 @@ def wrong(of: Layer, params: Params, recipe: str) -> str:
     return ", ".join(f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= LIMIT[recipe])
 
 
-def expected(of: Layer, params: Params, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def expected(
+    layer: Layer,
+    params: Params,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     """Computes y and the gradients of this rank in float64, from the tokens and experts of all ranks."""
-    config, world, rank = of.config, dist.get_world_size(), dist.get_rank()
-    ep = dist.get_world_size(of.mesh.ep)
+    config = layer.config
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    ep = dist.get_world_size(layer.mesh.ep)
 
     def whole(shard: torch.Tensor) -> torch.Tensor:
         out = shard.new_empty(world * len(shard), *shard.shape[1:])
@@ -146,13 +165,14 @@ def expected(of: Layer, params: Params, x: torch.Tensor, dy: torch.Tensor) -> di
         return out.double()
 
     places = place(world // ep, ep)
-    at = places.index(rank)
+    index = places.index(rank)
     x_all, wi, wo = (whole(v) for v in (x, params.wi, params.wo))
     wi, wo = (w.unflatten(0, (world, -1))[places].flatten(0, 1) for w in (wi, wo))
-    found = torch_layer.exact_layer(config, x_all, whole(dy), params.router.double(), wi, wo)
-    tokens, shard = (slice(i * n, (i + 1) * n) for i, n in ((rank, len(x)), (at, len(params.wi))))
+    results = torch_layer.exact_layer(config, x_all, whole(dy), params.router.double(), wi, wo)
+    tokens = slice(rank * len(x), (rank + 1) * len(x))
+    shard = slice(index * len(params.wi), (index + 1) * len(params.wi))
     own = {"y": tokens, "dx": tokens, "wi": shard, "wo": shard}
-    return {name: of[own.get(name, ...)] for name, of in found.items()}
+    return {name: layer[own.get(name, ...)] for name, layer in results.items()}
 
 
 def place(fsdp: int, ep: int) -> list[int]:
@@ -160,41 +180,42 @@ def place(fsdp: int, ep: int) -> list[int]:
     return [f * ep + e for e in range(ep) for f in range(fsdp)]
 
 
-def checked(of: Layer, params: Params, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+def checked(layer: Layer, params: Params, request: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Returns {memory, fwd, fwd+bwd, note} of a layer; a note alone where it does not run, or is wrong."""
     failed = ""
     try:
-        run(of, params, tokens)  # This call compiles for the timed number of rows.
-    except Exception as error:  # A piece fails to compile on all ranks alike, and none waits in a collective.
+        run(layer, params, tokens)  # This call compiles for the timed number of rows.
+    # A piece fails to compile on all ranks alike, and none waits in a collective.
+    except Exception as error:
         failed = why(getattr(error, "inner_exception", error))
     if agreed(float(bool(failed))):
         return {"note": f"it does not run: {failed or 'on another rank'}"}
-    if bad := wrong(of, params, request["recipe"]):
+    if bad := wrong(layer, params, request["recipe"]):
         return {"note": f"it is not the layer: {bad}"}
-    found = measure(of, params, tokens, Repeats(**request["repeats"]))
-    return found | {"note": "" if request["recipe"] == "none" else SHARED}
+    results = measure(layer, params, tokens, Repeats(**request["repeats"]))
+    return results | {"note": "" if request["recipe"] == "none" else SHARED}
 
 
-def run(of: Layer, params: Params, tokens: int) -> None:
+def run(layer: Layer, params: Params, tokens: int) -> None:
     """Runs forward and backward once."""
-    x, dy = inputs(of.config, tokens, params.router.device)
-    of.backward(dy, of.forward(x, params)[1], params)
+    x, dy = inputs(layer.config, tokens, params.router.device)
+    layer.backward(dy, layer.forward(x, params)[1], params)
 
 
-def measure(of: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
+def measure(layer: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
     """Returns {memory, fwd, fwd+bwd} of one layer."""
-    x, dy = inputs(of.config, tokens, params.router.device)
+    x, dy = inputs(layer.config, tokens, params.router.device)
 
     def both():
-        y, saved = of.forward(x, params)
-        return y, of.backward(dy, saved, params)
+        y, saved = layer.forward(x, params)
+        return y, layer.backward(dy, saved, params)
 
     peak = peak_bytes(both) if x.is_cuda else None
     held = sum(v.numel() * v.element_size() for v in params)
     path = "compiled" if x.is_cuda else "eager"
     return {
         "memory": {"params_bytes": held, "peak_bytes": peak},
-        "fwd": {"us": wall(lambda: of.forward(x, params)[0], repeats), "path": path},
+        "fwd": {"us": wall(lambda: layer.forward(x, params)[0], repeats), "path": path},
         "fwd+bwd": {"us": wall(both, repeats), "path": path},
     }
 
@@ -236,10 +257,10 @@ def agreed(value: float) -> float:
     """Returns the largest value of all ranks; the value itself in a process without ranks."""
     if not dist.is_initialized():
         return value
-    at = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.tensor(value, device=at, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    largest = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ line of JSON for each result: case, direction, recipe (`none`: bf16; `fp8_rowwis
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -44,11 +45,18 @@ def rows(cases: Sequence[Shape], repeats: Repeats) -> list[Row]:
     request = {"cases": shapes, "warmups": repeats.warmups, "measured": repeats.measured}
     command = [sys.executable, "-m", "benchmarks.peers.torch_grouped", json.dumps(request)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=environment(),
+        )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         reason = f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        lines, reason = [], why(error)
+        lines = []
+        reason = why(error)
     measured = {(line["case"], line["direction"], line["recipe"]): line for line in lines}
     return [
         _row(case, direction, recipe, measured.get((case.name, direction, recipe), {"note": reason}))
@@ -58,13 +66,24 @@ def rows(cases: Sequence[Shape], repeats: Repeats) -> list[Row]:
     ]
 
 
-def _row(case: Shape, direction: str, recipe: str, found: dict) -> Row:
+def _row(case: Shape, direction: str, recipe: str, result: dict) -> Row:
     dtype = "bfloat16" if recipe == "none" else "e4m3"
-    row = Row("gemm", case.name, direction, NAME[recipe], recipe, dtype, "peer", note=found.get("note", ""))
-    if found.get("us"):
-        row.us, row.method = found["us"], "events"
+    row = Row(
+        "gemm",
+        case.name,
+        direction,
+        NAME[recipe],
+        recipe,
+        dtype,
+        "peer",
+        note=result.get("note", ""),
+    )
+    if result.get("us"):
+        row.us = result["us"]
+        row.method = "events"
         row.tflops = case.flops / row.us * 1e-6
-        row.error, row.error_worst = found["error"], found["error_worst"]
+        row.error = result["error"]
+        row.error_worst = result["error_worst"]
     return row
 
 
@@ -74,12 +93,22 @@ def main(argv: list[str]) -> int:
     for case in (Case(**fields) for fields in request["cases"]):
         for recipe in NAME:
             for direction in DIRECTIONS:
-                found: dict[str, Any] = {"case": case.name, "direction": direction, "recipe": recipe}
+                result: dict[str, Any] = {
+                    "case": case.name,
+                    "direction": direction,
+                    "recipe": recipe,
+                }
                 try:
-                    found |= measure(case, direction, recipe, request["warmups"], request["measured"])
+                    result |= measure(
+                        case,
+                        direction,
+                        recipe,
+                        request["warmups"],
+                        request["measured"],
+                    )
                 except Exception as error:  # The other measurements go on.
-                    found["note"] = why(error)
-                print(json.dumps(found), flush=True)
+                    result["note"] = why(error)
+                print(json.dumps(result), flush=True)
     return 0
 
 
@@ -89,35 +118,44 @@ def measure(case: Case, direction: str, recipe: str, warmups: int, measured: int
 
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    fp8, sizes = recipe != "none", list(case.sizes)
+    fp8 = recipe != "none"
+    sizes = list(case.sizes)
     note = ""
     if fp8 and direction == "wgrad" and any(n % 16 for n in sizes):
         # Rows are the contiguous dim of both operands there; the kernel wants 16 bytes.
         rounded = [n // 16 * 16 for n in sizes]
         rounded[rounded.index(max(rounded))] += sum(sizes) - sum(rounded)
-        sizes, note = rounded, "group sizes rounded to multiples of 16, which it needs"
-    rows, groups = sum(sizes), len(sizes)
+        sizes = rounded
+        note = "group sizes rounded to multiples of 16, which it needs"
+    rows = sum(sizes)
+    groups = len(sizes)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
     width = {"fwd": case.contracted, "dgrad": case.columns, "wgrad": case.columns}[direction]
     left = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
     if direction == "wgrad":
-        left, right = left.t(), torch.randn(rows, case.contracted, device=DEVICE, dtype=torch.bfloat16)
+        left = left.t()
+        right = torch.randn(rows, case.contracted, device=DEVICE, dtype=torch.bfloat16)
     else:  # w as nn.Linear has it, [G, N, K]
         w = torch.randn(groups, case.columns, case.contracted, device=DEVICE, dtype=torch.bfloat16)
         w *= case.contracted**-0.5
         right = w.transpose(-2, -1) if direction == "fwd" else w
-    exact, product = (left, right), lambda: torch._grouped_mm(left, right, offs=ends)
+    exact = (left, right)
+
+    def product():
+        return torch._grouped_mm(left, right, offs=ends)
+
     if fp8:
         *operands, exact_a, exact_b = quantize(torch, left, right, sizes, direction)
         options = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
-        exact, product = (exact_a, exact_b), lambda: torch._scaled_grouped_mm(*operands, **options)
+        exact = (exact_a, exact_b)
+        product = functools.partial(torch._scaled_grouped_mm, *operands, **options)
     total, worst = errors(product(), exact, sizes, direction)
     us = seconds(torch, product, warmups, measured) * 1e6
     return {"us": us, "error": total, "error_worst": worst, "note": note}
 
 
 def quantize(torch, left, right, sizes: list[int], direction: str):
-    """Row-wise e4m3 operands as `_scaled_grouped_mm` takes them, their scales, and what they stand for."""
+    """Returns row-wise e4m3 operands as `_scaled_grouped_mm` takes them, their scales, and what they stand for."""
     f8 = torch.float8_e4m3fn
 
     def scaled(x, dim):
@@ -129,38 +167,48 @@ def quantize(torch, left, right, sizes: list[int], direction: str):
         b, scale_b = scaled(right.transpose(-2, -1).contiguous(), 2)  # [G, out, contracted]
         stands = a.float() * scale_a, (b.transpose(-2, -1), scale_b.transpose(-2, -1))
         return a, b.transpose(-2, -1), scale_a.flatten(), scale_b[..., 0], *stands
-    stands, data, scales = [], [], []
+    stands = []
+    data = []
+    scales = []
     for x in (left, right.t()):
         parts = [scaled(x[:, lo:hi], 1) for lo, hi in spans(sizes) if hi > lo]
         data.append(torch.cat([d for d, _ in parts], 1))
         stands.append(torch.cat([d.float() * s for d, s in parts], 1))
-        ones, found = torch.ones(x.shape[0], device=x.device), iter(parts)
-        scales.append(torch.cat([next(found)[1].flatten() if n else ones for n in sizes]))
+        ones = torch.ones(x.shape[0], device=x.device)
+        scaled_parts = iter(parts)
+        scales.append(torch.cat([next(scaled_parts)[1].flatten() if n else ones for n in sizes]))
     return data[0], data[1].t(), *scales, stands[0], stands[1].t()
 
 
 def errors(out, operands, sizes: list[int], direction: str) -> tuple[float, float]:
-    """(over all, of the worst group) relative distance to float64, on some rows and columns of each group."""
+    """Returns the relative distance to float64 of some rows and columns: over all groups, and of the worst group."""
     left, right = operands
     columns = slice(0, None, max(1, out.shape[-1] // COLUMNS))
     difference = norm = worst = 0.0
     for g, (lo, hi) in enumerate(spans(sizes)):
         if direction == "wgrad":
-            some = slice(0, None, max(1, out.shape[1] // SAMPLE))
-            want = left[some, lo:hi].double() @ right[lo:hi, columns].double()
-            got = out[g, some, columns].double()
+            sampled = slice(0, None, max(1, out.shape[1] // SAMPLE))
+            want = left[sampled, lo:hi].double() @ right[lo:hi, columns].double()
+            got = out[g, sampled, columns].double()
         elif hi > lo:
-            some = slice(lo, hi, max(1, (hi - lo) // SAMPLE))
+            sampled = slice(lo, hi, max(1, (hi - lo) // SAMPLE))
             if isinstance(right, tuple):  # e4m3 data and scale
                 b = right[0][g][:, columns].double() * right[1][g][:, columns].double()
             else:
                 b = right[g][:, columns].double()
-            want, got = left[some].double() @ b, out[some, columns].double()
+            want = left[sampled].double() @ b
+            got = out[sampled, columns].double()
         else:
             continue
-        d, n = float(((got - want) ** 2).sum()), float((want**2).sum())
-        difference, norm = difference + d, norm + n
-        worst = max(worst, (d / n) ** 0.5 if n else (0.0 if d == 0.0 else float("inf")))
+        d = float(((got - want) ** 2).sum())
+        n = float((want**2).sum())
+        difference = difference + d
+        norm = norm + n
+        if n:
+            error = (d / n) ** 0.5
+        else:
+            error = 0.0 if d == 0.0 else float("inf")
+        worst = max(worst, error)
     return (difference / norm) ** 0.5, worst
 
 

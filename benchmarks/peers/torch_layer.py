@@ -26,8 +26,11 @@ except ModuleNotFoundError:  # torch_block.py reports the missing module.
     dist: Any = None
 
 
-TINY, LARGEST = 1e-12, 448.0  # the least scale, and the largest value of e4m3
-ROWS = 16  # The rows of each group are a multiple of this: wgrad reads along rows, 16 bytes at a time.
+# These are the least scale, and the largest value of e4m3.
+TINY = 1e-12
+LARGEST = 448.0
+# The rows of each group are a multiple of this: wgrad reads along rows, 16 bytes at a time.
+ROWS = 16
 
 
 class Mesh(NamedTuple):
@@ -92,7 +95,8 @@ def route(x: torch.Tensor, params: Params, config: MoEConfig) -> Routed:
     """Chooses the experts of each token in float32, and sorts the assignments by expert."""
     logits = x.float() @ params.router.float()
     best, chosen = logits.topk(config.top_k)
-    weights = best.softmax(-1)  # This equals the softmax over all experts, normalized over the chosen ones.
+    # This equals the softmax over all experts, normalized over the chosen ones.
+    weights = best.softmax(-1)
     expert, order = chosen.flatten().sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=x.device)
@@ -100,7 +104,13 @@ def route(x: torch.Tensor, params: Params, config: MoEConfig) -> Routed:
     return Routed(chosen, weights, edges.diff(), order, inverse.view_as(chosen))
 
 
-def route_backward(x: torch.Tensor, params: Params, config: MoEConfig, routed: Routed, d: torch.Tensor):
+def route_backward(
+    x: torch.Tensor,
+    params: Params,
+    config: MoEConfig,
+    routed: Routed,
+    d: torch.Tensor,
+):
     """Returns (dx, drouter) from the gradient of the weights, in float32."""
     d = routed.weights * (d - (routed.weights * d).sum(-1, keepdim=True))
     logits = d.new_zeros(len(x), config.num_experts).scatter_(1, routed.chosen, d)
@@ -108,7 +118,7 @@ def route_backward(x: torch.Tensor, params: Params, config: MoEConfig, routed: R
 
 
 def plan(counts: torch.Tensor, ep, pad: int) -> Callable[[], Way]:
-    """What crosses, of how many rows of here each expert gets; the host waits where the result is asked for."""
+    """Returns what crosses, of how many rows of here each expert gets; the host waits where the result is asked for."""
     sent = received = counts.view(dist.get_world_size(ep), -1)
     if len(sent) > 1:
         received = torch.empty_like(sent)
@@ -153,12 +163,17 @@ def scatter(d: torch.Tensor, group) -> Callable[[], torch.Tensor]:
     return _flight(out, dist.reduce_scatter_tensor(out, d, group=group, async_op=True))
 
 
-def cross(rows: torch.Tensor, to: list[int], of: list[int], group) -> Callable[[], torch.Tensor]:
+def cross(
+    rows: torch.Tensor,
+    to: list[int],
+    received: list[int],
+    group,
+) -> Callable[[], torch.Tensor]:
     """Sends rows sorted by target rank, and receives rows sorted by source rank, until the result is read."""
     if len(to) == 1:
         return lambda: rows
-    out = rows.new_empty(sum(of), rows.shape[1])
-    return _flight(out, dist.all_to_all_single(out, rows, of, to, group=group, async_op=True))
+    out = rows.new_empty(sum(received), rows.shape[1])
+    return _flight(out, dist.all_to_all_single(out, rows, received, to, group=group, async_op=True))
 
 
 def _flight(out: torch.Tensor, work) -> Callable[[], torch.Tensor]:
@@ -176,15 +191,20 @@ class Layer:
     """
 
     def __init__(self, config: MoEConfig, mesh: Mesh, products: Products, pieces: SimpleNamespace):
-        self.config, self.mesh, self.products, self.pieces = config, mesh, products, pieces
+        self.config = config
+        self.mesh = mesh
+        self.products = products
+        self.pieces = pieces
 
     def forward(self, x: torch.Tensor, params: Params) -> tuple[torch.Tensor, list]:
         """Computes y[t] = sum_k weight[t, k] expert[t, k](x[t])."""
-        pieces, products = self.pieces, self.products
+        pieces = self.pieces
+        products = self.products
         wi, wo = (gather(w, self.mesh.fsdp) for w in (params.wi, params.wo))
         routed = route(x, params, self.config)
         asked = plan(routed.counts, self.mesh.ep, products.pad)
-        rows = pieces.spread(x, routed.order, self.config.top_k)  # This work overlaps with the wait of the host.
+        # This work overlaps with the wait of the host.
+        rows = pieces.spread(x, routed.order, self.config.top_k)
         way = asked()
         rows = self._sorted(cross(rows, way.send, way.receive, self.mesh.ep)(), way)
         h = products.forward(rows, wi(), way.ends)
@@ -192,12 +212,19 @@ class Layer:
         back = cross(self._unsorted(o, way), way.receive, way.send, self.mesh.ep)()
         return pieces.combine(back, routed.inverse, routed.weights), [x, routed, way, rows, h, back]
 
-    def backward(self, dy: torch.Tensor, saved: list, params: Params) -> tuple[torch.Tensor, Params]:
-        """The gradients of x and of the parameters' shards; the router's is the sum over all ranks. Empties `saved`,
-        so that each is freed once it is used."""
+    def backward(
+        self,
+        dy: torch.Tensor,
+        saved: list,
+        params: Params,
+    ) -> tuple[torch.Tensor, Params]:
+        """Returns the gradients of x and of the parameters' shards; the router's is the sum over all ranks. Empties
+        `saved`, so that each is freed once it is used."""
         x, routed, way, rows, h, back = saved
         saved.clear()
-        pieces, products, top_k = self.pieces, self.products, self.config.top_k
+        pieces = self.pieces
+        products = self.products
+        top_k = self.config.top_k
         wo, wi = (gather(w, self.mesh.fsdp) for w in (params.wo, params.wi))
         d, d_weights = pieces.combine_backward(dy, back, routed.order, routed.weights, top_k)
         del back
@@ -215,9 +242,11 @@ class Layer:
         return d_x, Params(d_router.to(params.router.dtype), d_wi(), d_wo())
 
     def _sorted(self, rows: torch.Tensor, way: Way) -> torch.Tensor:
-        """By expert, as they are already where all come from one rank and nothing is padded."""
+        """Sorts rows by expert. They are sorted already where all come from one rank and nothing is padded."""
         alone = len(way.send) == 1 and self.products.pad == 1
-        return rows if alone else self.pieces.take(rows, way.source, self.products.pad > 1)
+        if alone:
+            return rows
+        return self.pieces.take(rows, way.source, self.products.pad > 1)
 
     def _unsorted(self, rows: torch.Tensor, way: Way) -> torch.Tensor:
         alone = len(way.send) == 1 and self.products.pad == 1
@@ -246,7 +275,8 @@ def activate(h: torch.Tensor) -> torch.Tensor:
 def activate_backward(h: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (dh, silu(gate) * up)."""
     gate, up = (part.float() for part in h.chunk(2, -1))
-    sigmoid, d = gate.sigmoid(), d.float()
+    sigmoid = gate.sigmoid()
+    d = d.float()
     silu = gate * sigmoid
     d_gate = d * up * (sigmoid + silu * (1 - sigmoid))
     return torch.cat([d_gate, d * silu], -1).to(h.dtype), (silu * up).to(h.dtype)
@@ -262,7 +292,10 @@ def combine_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (the gradient of each row, the gradient of its weight in float32)."""
     d = dy[order // top_k]
-    return d * weights.flatten()[order][:, None].to(d.dtype), (d * rows).sum(-1, dtype=torch.float32)
+    return d * weights.flatten()[order][:, None].to(d.dtype), (d * rows).sum(
+        -1,
+        dtype=torch.float32,
+    )
 
 
 def total(rows: torch.Tensor, inverse: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
@@ -283,7 +316,17 @@ def by_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.transpose(-2, -1).contiguous(), scale
 
 
-PIECES = (spread, take, activate, activate_backward, combine, combine_backward, total, by_rows, by_columns)
+PIECES = (
+    spread,
+    take,
+    activate,
+    activate_backward,
+    combine,
+    combine_backward,
+    total,
+    by_rows,
+    by_columns,
+)
 
 
 def plain() -> SimpleNamespace:
@@ -294,7 +337,8 @@ def plain() -> SimpleNamespace:
 def compiled(**options) -> SimpleNamespace:
     """Returns the pieces, each of which torch.compile compiles at its first call."""
     inductor: Any = importlib.import_module("torch._inductor.config")
-    inductor.compile_threads = 1  # Compilation stays in this process, so that no helper outlives it.
+    # Compilation stays in this process, so that no helper outlives it.
+    inductor.compile_threads = 1
     torch._dynamo.config.automatic_dynamic_shapes = False  # Widths stay constants.
 
     def compile_piece(piece: Callable) -> Callable:
@@ -303,7 +347,8 @@ def compiled(**options) -> SimpleNamespace:
         def call(*args):
             for arg in args:
                 if isinstance(arg, torch.Tensor):
-                    torch._dynamo.maybe_mark_dynamic(arg, 0)  # The number of rows changes with the batch.
+                    # The number of rows changes with the batch.
+                    torch._dynamo.maybe_mark_dynamic(arg, 0)
             return fast(*args)
 
         return call
@@ -312,7 +357,7 @@ def compiled(**options) -> SimpleNamespace:
 
 
 def bf16() -> Products:
-    """The products by `torch._grouped_mm`."""
+    """Returns the products by `torch._grouped_mm`."""
     product = torch._grouped_mm
     return Products(
         lambda rows, w, ends: product(rows, w, offs=ends),
@@ -322,19 +367,22 @@ def bf16() -> Products:
 
 
 def fp8_rowwise(pieces: SimpleNamespace, product: Callable | None = None) -> Products:
-    """The matmuls by `torch._scaled_grouped_mm`, or by `product`, of operands quantized along the contracted dim.
+    """Returns the matmuls by `torch._scaled_grouped_mm`, or by `product`, of operands quantized along the
+    contracted dim.
 
     wgrad quantizes columns of all rows, so that the groups share a scale.
     """
     product = product or torch._scaled_grouped_mm
 
     def multiply(a, b, ends):
-        (a, scale_a), (b, scale_b) = a, b
+        a, scale_a = a
+        b, scale_b = b
         options = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
         return product(a, b.transpose(-2, -1), scale_a, scale_b, **options)
 
     def wgrad(rows, d, ends):
-        (a, scale_a), (b, scale_b) = pieces.by_columns(rows), pieces.by_columns(d)
+        a, scale_a = pieces.by_columns(rows)
+        b, scale_b = pieces.by_columns(d)
         return multiply((a, scale_a.repeat(len(ends))), (b, scale_b.repeat(len(ends))), ends)
 
     return Products(
@@ -363,14 +411,25 @@ def exact_layer(
     for e, (wi_e, wo_e) in enumerate(zip(wi.unbind(), wo.unbind(), strict=True)):
         token, slot = (chosen == e).nonzero(as_tuple=True)
         gate, up = (x[token] @ wi_e).chunk(2, -1)
-        y = y.index_add(0, token, weights[token, slot, None] * ((torch.nn.functional.silu(gate) * up) @ wo_e))
-    return dict(zip(("y", "dx", "router", "wi", "wo"), (y.detach(), *torch.autograd.grad(y, leaves, dy)), strict=True))
+        y = y.index_add(
+            0,
+            token,
+            weights[token, slot, None] * ((torch.nn.functional.silu(gate) * up) @ wo_e),
+        )
+    return dict(
+        zip(
+            ("y", "dx", "router", "wi", "wo"),
+            (y.detach(), *torch.autograd.grad(y, leaves, dy)),
+            strict=True,
+        )
+    )
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Returns the norm of the difference over the norm of `want`, in float64."""
     norm = want.norm().clamp(min=1e-30)  # The norm is 0 for experts that no token chose.
-    parts = [(part.double() - exact).norm() for part, exact in zip(got, want, strict=True)]  # Weights fill the GPU.
+    # Weights fill the GPU.
+    parts = [(part.double() - exact).norm() for part, exact in zip(got, want, strict=True)]
     return float(torch.stack(parts).norm() / norm)
 
 

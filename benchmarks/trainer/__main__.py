@@ -28,7 +28,9 @@ from benchmarks.block.worker import ROOT, environment
 from benchmarks.profiles import read_profile
 from benchmarks.report import OURS, Row
 
-SKIPPED, PROFILED = 5, 2  # the first steps, which no mean counts, and the steps of a profile, after the counted ones
+# No mean counts the first steps. The steps of a profile come after the counted ones.
+SKIPPED = 5
+PROFILED = 2
 HLO = "step.hlo"  # the optimized program of a step, whose scopes tell the parts of a profile
 # The parts of a step by the scope or the name of a kernel. MaxText has no scopes of its own. The first pattern decides.
 PARTS = {
@@ -75,20 +77,29 @@ class Way:
         return (self.recipe or "none") + ("+kept" if self.kept else "")
 
 
-SLOW = 3  # the last ways, whose rows come after those of all cases: a run that is cut still has the first rows
+# The rows of the last ways come after those of all cases, so that a run that is cut still has the first rows.
+SLOW = 3
 WAYS = (
     Way("maxtext-tokamax", "sparse_matmul=True use_tokamax_gmm=True"),
     Way(OURS),
     Way(OURS, kept=True, note="weights cast to bfloat16 once a step"),
     Way(OURS, recipe="fp8_block", kept=True),
     Way(OURS, recipe="fp8_block"),
-    Way("maxtext-capacity1.25", "sparse_matmul=False capacity_factor=1.25", note="drops what finds no room"),
+    Way(
+        "maxtext-capacity1.25",
+        "sparse_matmul=False capacity_factor=1.25",
+        note="drops what finds no room",
+    ),
     Way(
         "maxtext-tokamax-float32-router",
         "sparse_matmul=True use_tokamax_gmm=True float32_gate_logits=True",
         note="the router in float32, as moax's",
     ),
-    Way("maxtext-dense", "sparse_matmul=False capacity_factor=-1.0", note="every expert computes every token"),
+    Way(
+        "maxtext-dense",
+        "sparse_matmul=False capacity_factor=-1.0",
+        note="every expert computes every token",
+    ),
     Way("maxtext-ragged_dot", "sparse_matmul=True use_tokamax_gmm=False"),
 )
 
@@ -114,10 +125,28 @@ class Variant:
         self.folder.mkdir(parents=True, exist_ok=True)
         ours = dict(recipe=self.way.recipe) if self.way.name == OURS else None
         result = str(self.folder / "result.json")
-        job = dict(argv=self.argv, moax=ours, kept=self.way.kept, compile=compile_only, result=result)
-        job["hlo"] = str(self.folder / HLO) if any("profiler=" in one for one in self.argv) else None
-        path = os.pathsep.join(filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH", ""))))
-        env = environment(PYTHONPATH=path, DECOUPLE_GCLOUD="TRUE", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+        job = dict(
+            argv=self.argv,
+            moax=ours,
+            kept=self.way.kept,
+            compile=compile_only,
+            result=result,
+        )
+        if any("profiler=" in one for one in self.argv):
+            job["hlo"] = str(self.folder / HLO)
+        else:
+            job["hlo"] = None
+        path = os.pathsep.join(
+            filter(
+                None,
+                (str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")),
+            )
+        )
+        env = environment(
+            PYTHONPATH=path,
+            DECOUPLE_GCLOUD="TRUE",
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         # Compilations share the GPU, and a run has it alone.
         env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false" if compile_only else "true"}
         env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
@@ -147,9 +176,21 @@ class Variant:
 
     def row(self) -> Row:
         """Returns the row of a run; without times, where the run failed."""
-        row = Row("trainer", self.case, "step", self.way.name, self.way.label, path="maxtext 0.2.5", note=self.why)
-        row.extra = dict(layers=self.layers, settings=" ".join(one for one in self.argv if "/" not in one))
-        metrics, result = self.folder / "metrics.txt", self.folder / "result.json"
+        row = Row(
+            "trainer",
+            self.case,
+            "step",
+            self.way.name,
+            self.way.label,
+            path="maxtext 0.2.5",
+            note=self.why,
+        )
+        row.extra = dict(
+            layers=self.layers,
+            settings=" ".join(one for one in self.argv if "/" not in one),
+        )
+        metrics = self.folder / "metrics.txt"
+        result = self.folder / "result.json"
         row.extra |= json.loads(result.read_text()) if result.exists() else {}
         memory = row.extra.pop("memory", None)
         if self.why or not metrics.exists():
@@ -159,8 +200,10 @@ class Variant:
         seconds = [step["perf/step_time_seconds"] for step in steps]
         counted = seconds[min(SKIPPED, len(seconds) // 2) :]
         mean = sum(counted) / len(counted)
-        tokens, tflop = (steps[-1][f"perf/per_device_{of}_per_sec"] * seconds[-1] for of in ("tokens", "tflops"))
-        row.us, row.tflops, row.note = mean * 1e6, tflop / mean, self.way.note
+        tokens, tflop = (steps[-1][f"perf/per_device_{unit}_per_sec"] * seconds[-1] for unit in ("tokens", "tflops"))
+        row.us = mean * 1e6
+        row.tflops = tflop / mean
+        row.note = self.way.note
         row.method = f"mean of the last {len(counted)} of {len(seconds)} steps, by MaxText's perf/step_time_seconds"
         row.extra |= dict(
             tokens_per_s=tokens / mean, tokens=round(tokens), tflop=tflop,
@@ -171,7 +214,8 @@ class Variant:
         if any(self.folder.rglob("*.xplane.pb")):
             try:
                 row.extra |= split_step(self.folder)
-            except (OSError, ValueError) as error:  # nothing ran on a GPU; the losses are useful without
+            # Where nothing ran on a GPU, the losses are useful without a profile.
+            except (OSError, ValueError) as error:
                 row.extra["profile_note"] = str(error)
         return row
 
@@ -183,7 +227,13 @@ def part_of(kernel: str, scope: str) -> str:
 
 def split_step(folder: Path) -> dict[str, Any]:
     """Returns the parts of a step, and the kernels that take the most of it, from the profile in `folder`."""
-    return stages.split_step((folder / HLO).read_text(), read_profile(folder), PROFILED, PARTS, part_of)
+    return stages.split_step(
+        (folder / HLO).read_text(),
+        read_profile(folder),
+        PROFILED,
+        PARTS,
+        part_of,
+    )
 
 
 def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
@@ -191,7 +241,7 @@ def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Varian
     if (maxtext := find_spec("maxtext")) is None or maxtext.origin is None:
         raise SystemExit("maxtext is not installed; `make trainer-h200` installs it")
     base = str(Path(maxtext.origin).parent / "configs" / "base.yml")
-    found = []
+    chosen = []
     for case in args.cases:
         settings, small, big = CASES[case]
         layers = args.layers or (big if large else small)
@@ -202,33 +252,66 @@ def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Varian
             own += f"steps={args.steps + (2 + PROFILED) * args.profile} "
             own += f"metrics_file={here / 'metrics.txt'} jax_cache_dir={args.cache} base_output_directory={here}"
             argv = [base, *COMMON.split(), *settings.split(), *way.settings.split(), *own.split()]
-            found.append(Variant(case, way, layers, args.steps, argv, here))
-    found.sort(key=lambda one: one.way in WAYS[-SLOW:])
-    return [one for one in found if not args.only or any(word in one.name for word in args.only)]
+            chosen.append(Variant(case, way, layers, args.steps, argv, here))
+    chosen.sort(key=lambda one: one.way in WAYS[-SLOW:])
+    return [one for one in chosen if not args.only or any(word in one.name for word in args.only)]
 
 
 def compare_losses(rows: list[Row]) -> None:
     """Writes into each row how far its losses are from those of the first row of its case."""
     for row in rows:
-        first = next(of for of in rows if of.case == row.case)
-        if row is not first and row.us and first.us:
-            pairs = zip(row.extra["losses"], first.extra["losses"], strict=False)
-            row.extra[f"loss_off_{first.impl}"] = max(abs(a - b) / b for a, b in pairs)
+        baseline = next(other for other in rows if other.case == row.case)
+        if row is not baseline and row.us and baseline.us:
+            pairs = zip(row.extra["losses"], baseline.extra["losses"], strict=False)
+            row.extra[f"loss_off_{baseline.impl}"] = max(abs(a - b) / b for a, b in pairs)
 
 
 def main() -> int:
     """Measures, prints a table, and writes the rows and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=["qwen3-30b", "mixtral-8x7b"])
-    add("--only", action="append", metavar="WORD", help="variants whose 'case way recipe' has the word; repeatable")
-    add("--layers", type=int, help="layers of the model (default: as many as fit an H100, or an H200)")
+    add(
+        "--only",
+        action="append",
+        metavar="WORD",
+        help="variants whose 'case way recipe' has the word; repeatable",
+    )
+    add(
+        "--layers",
+        type=int,
+        help="layers of the model (default: as many as fit an H100, or an H200)",
+    )
     add("--steps", type=int, default=15)
-    add("--profile", action="store_true", help="profile two steps after the counted ones, and list their kernels")
-    add("--attention", default="cudnn_flash_jax", help="MaxText's setting, of all variants (default: %(default)s)")
-    add("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2), help="compilations at one time")
-    add("--cache", default=str(ROOT / ".jax_cache" / "trainer"), help="the folder of the compilation cache")
-    add("--logs", default=tempfile.gettempdir(), help="the folder of the logs (default: %(default)s)")
+    add(
+        "--profile",
+        action="store_true",
+        help="profile two steps after the counted ones, and list their kernels",
+    )
+    add(
+        "--attention",
+        default="cudnn_flash_jax",
+        help="MaxText's setting, of all variants (default: %(default)s)",
+    )
+    add(
+        "--jobs",
+        type=int,
+        default=min(8, (os.cpu_count() or 2) // 2),
+        help="compilations at one time",
+    )
+    add(
+        "--cache",
+        default=str(ROOT / ".jax_cache" / "trainer"),
+        help="the folder of the compilation cache",
+    )
+    add(
+        "--logs",
+        default=tempfile.gettempdir(),
+        help="the folder of the logs (default: %(default)s)",
+    )
     add("--out", default="runs/results/h200_trainer.json")
     add("--sha", help="the measured commit (default: git tells it)")
     args = parser.parse_args()
@@ -237,7 +320,11 @@ def main() -> int:
     head["flop"] = FORMULA
     rows: list[Row] = []
     Path(args.logs).mkdir(parents=True, exist_ok=True)
-    asked = variants(args, Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs)), "H200" in head["device"])
+    asked = variants(
+        args,
+        Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs)),
+        "H200" in head["device"],
+    )
 
     def measure(variant: Variant, process: subprocess.Popen) -> None:
         variant.finish(process, 300)

@@ -30,7 +30,11 @@ def plot(source: str | Path, picture: str | Path) -> None:
             if name in WAYS:
                 panel.plot(row["extra"]["losses"], label=name.removesuffix(" none"), **WAYS[name])
         layers = next(row["extra"]["layers"] for row in rows if row["case"] == case)
-        style(panel, f"training loss in nats, {case}, {layers} layer{'s' if layers > 1 else ''}", "step")
+        style(
+            panel,
+            f"training loss in nats, {case}, {layers} layer{'s' if layers > 1 else ''}",
+            "step",
+        )
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(picture)
 

@@ -19,7 +19,8 @@ from maxtext.utils import max_utils, maxtext_utils
 
 
 def main() -> None:
-    job, found = json.loads(sys.argv[1]), {}
+    job = json.loads(sys.argv[1])
+    results = {}
     if job["moax"] is not None:
         import maxtext_adapter
         import maxtext_kept_adapter
@@ -30,7 +31,10 @@ def main() -> None:
         if job["hlo"] and programs:
             Path(job["hlo"]).write_text(programs[-1].as_text())
         names = ("argument", "output", "alias", "temp")
-        found["compiled_bytes"] = {name: getattr(stats, f"{name}_size_in_bytes") for name in names} if stats else None
+        if stats:
+            results["compiled_bytes"] = {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
+        else:
+            results["compiled_bytes"] = None
         if job["compile"]:
             raise SystemExit(0)
 
@@ -42,17 +46,19 @@ def main() -> None:
         state, _, shardings = maxtext_utils.get_abstract_state(config, mesh, init_state, True)
         return state, None, shardings, data_iterator, None
 
-    programs, compile_lowered = [], jax.stages.Lowered.compile
+    programs = []
+    compile_lowered = jax.stages.Lowered.compile
     jax.stages.Lowered.compile = compile_step
     max_utils.print_compiled_memory_stats = note_memory
     if job["compile"]:
-        maxtext_utils.setup_training_state, train.get_first_step = make_shapes, lambda model, state: 0
+        maxtext_utils.setup_training_state = make_shapes
+        train.get_first_step = lambda model, state: 0
     sys.stdin.readline()
     try:
         train.main(["", *job["argv"]])
     finally:
-        found["memory"] = jax.local_devices()[0].memory_stats()
-        Path(job["result"]).write_text(json.dumps(found))
+        results["memory"] = jax.local_devices()[0].memory_stats()
+        Path(job["result"]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ from moax.models import find_model
 from moax.ops.dispatch_combine import combine_forward, dispatch_forward
 from moax.recipe import Format
 
-KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))  # (wire, direction); sums are not quantized
+# Each kind is (wire, direction). Sums are not quantized.
+KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))
 BLOCK = 128  # elements of an FP8 row that share a scale of 4 bytes
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
 TRANSPORTS: dict[str, str] = {OURS: "one_sided", "all_gather": "all_gather"}
@@ -74,17 +75,28 @@ class Tokens:
 
     def busiest(self, devices: int) -> int:
         """Returns the rows that the busiest device sends to others in dispatch, or receives from them."""
-        owner = (self.choose(devices) // (self.experts // devices)).reshape(devices, self.tokens, self.top_k)
-        rows = np.stack([(owner == rank).any(-1).sum(-1) for rank in range(devices)], axis=1)  # [from, to]
+        owner = (self.choose(devices) // (self.experts // devices)).reshape(
+            devices,
+            self.tokens,
+            self.top_k,
+        )
+        # rows[from, to] is the number of rows between two ranks.
+        rows = np.stack([(owner == rank).any(-1).sum(-1) for rank in range(devices)], axis=1)
         np.fill_diagonal(rows, 0)
         return int(max(rows.sum(0).max(), rows.sum(1).max()))
 
     def row_bytes(self, wire: str) -> int:
         """Returns the bytes of a row on the wire, scales included; `wire` is `none` or `fp8`."""
-        return self.width * 2 if wire == "none" else self.width + 4 * -(-self.width // BLOCK)
+        if wire == "none":
+            return self.width * 2
+        return self.width + 4 * -(-self.width // BLOCK)
 
 
-MODELS = (("mixtral", "mixtral-8x7b", 8192), ("qwen3", "qwen3-30b", 8192), ("dsv3", "deepseek-v3", 4096))
+MODELS = (
+    ("mixtral", "mixtral-8x7b", 8192),
+    ("qwen3", "qwen3-30b", 8192),
+    ("dsv3", "deepseek-v3", 4096),
+)
 
 
 def _of_models() -> Iterator[Tokens]:
@@ -121,8 +133,8 @@ def rounds(local: Callable, mesh: Mesh, count: int = ROUNDS) -> Callable:
         # No round can start early, and XLA cannot compute a part of it before the loop.
         args, results = lax.optimization_barrier((carry[0], local(*carry[0])))
         # An element of each result is a part of the program's, so that XLA must compute every result.
-        first = [lax.slice(v, (0,) * v.ndim, (1,) * v.ndim).reshape(1) for v in jax.tree.leaves(results)]
-        return args, sum((v.astype(jnp.float32) for v in first), carry[1])
+        elements = [lax.slice(v, (0,) * v.ndim, (1,) * v.ndim).reshape(1) for v in jax.tree.leaves(results)]
+        return args, sum((v.astype(jnp.float32) for v in elements), carry[1])
 
     def loop(*args):
         return lax.fori_loop(0, count, one, (args, jnp.zeros(1, jnp.float32)))[1]
@@ -130,17 +142,24 @@ def rounds(local: Callable, mesh: Mesh, count: int = ROUNDS) -> Callable:
     return single(loop, mesh)
 
 
-def measure(local: Callable, args: tuple, mesh: Mesh, nbytes: int, repeats: Repeats) -> dict[str, Any]:
+def measure(
+    local: Callable,
+    args: tuple,
+    mesh: Mesh,
+    nbytes: int,
+    repeats: Repeats,
+) -> dict[str, Any]:
     """Measures `local` in rounds and in single calls."""
     call = single(local, mesh)
-    found: dict[str, Any] = {"us": call_time(rounds(local, mesh), args, repeats).us / ROUNDS}
-    found["call_us"] = call_time(call, args, repeats).us
+    times: dict[str, Any] = {"us": call_time(rounds(local, mesh), args, repeats).us / ROUNDS}
+    times["call_us"] = call_time(call, args, repeats).us
     timing = kernel_time(call, args, dataclasses.replace(repeats, warmups=1))
     if not timing.kernels:
-        return found
-    us, (name, longest) = timing.us / mesh.size, max(timing.kernels, key=lambda kernel: kernel[1])
+        return times
+    us = timing.us / mesh.size
+    name, longest = max(timing.kernels, key=lambda kernel: kernel[1])
     rates = {"kernel_us": us, "kernel_gb_s": nbytes / us * 1e-3}
-    return found | rates | {"longest": name, "longest_us": longest, "longest_gb_s": nbytes / longest * 1e-3}
+    return times | rates | {"longest": name, "longest_us": longest, "longest_gb_s": nbytes / longest * 1e-3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +181,11 @@ def rows(cases: list[Tokens], devices: int | None, peers: bool, repeats: Repeats
     with jax.set_mesh(mesh):
         for case in cases:
             place = named(mesh, EP)
-            x = jax.random.normal(jax.random.key(0), (case.tokens * mesh.size, case.width), jnp.bfloat16)
+            x = jax.random.normal(
+                jax.random.key(0),
+                (case.tokens * mesh.size, case.width),
+                jnp.bfloat16,
+            )
             experts = case.choose(mesh.size)
             weights = jnp.ones(experts.shape, jnp.float32)
             args = tuple(jax.device_put(v, place) for v in (x, experts, weights))
@@ -172,32 +195,43 @@ def rows(cases: list[Tokens], devices: int | None, peers: bool, repeats: Repeats
                 yield from group
 
 
-def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, peers: bool, repeats: Repeats):
+def _group(
+    case: Tokens,
+    wire: str,
+    direction: str,
+    args: tuple,
+    mesh: Mesh,
+    peers: bool,
+    repeats: Repeats,
+):
     """Yields the rows of one case, wire and direction."""
-    most = case.busiest(mesh.size)
-    nbytes = most * case.row_bytes(wire)
+    busiest = case.busiest(mesh.size)
+    nbytes = busiest * case.row_bytes(wire)
 
     def row(impl: str, build: Callable) -> Row:
         dtype = "bfloat16" if wire == "none" else "e4m3"
         path = HOPPER if impl == OURS else "xla"
-        made = Row("exchange", case.name, direction, impl, wire, dtype, path)
-        made.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
+        result = Row("exchange", case.name, direction, impl, wire, dtype, path)
+        result.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
         try:
             if impl == OURS:
-                made.extra["sms"], made.tile = SMS, f"sms={SMS}"
+                result.extra["sms"] = SMS
+                result.tile = f"sms={SMS}"
             local, operands = build()
-            found = measure(local, operands, mesh, nbytes, repeats)
-            made.us, made.method = found.pop("us"), "wall"
-            made.tb_s = nbytes / made.us * 1e-6
-            made.extra |= found
+            times = measure(local, operands, mesh, nbytes, repeats)
+            result.us = times.pop("us")
+            result.method = "wall"
+            result.tb_s = nbytes / result.us * 1e-6
+            result.extra |= times
         except Exception as failure:
-            made.us, made.note = None, why(failure)
-        return made
+            result.us = None
+            result.note = why(failure)
+        return result
 
     yield row(OURS, lambda: _ours(case, wire, direction, OURS, args, mesh))
     if peers:
         yield row("all_gather", lambda: _ours(case, wire, direction, "all_gather", args, mesh))
-        each = -(-most // (mesh.size - 1))
+        each = -(-busiest // (mesh.size - 1))
         yield row(NCCL, lambda: (all_to_all, _even(each, case.row_bytes(wire), mesh)))
 
 
@@ -208,7 +242,15 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     transport = select_transport(TRANSPORTS[impl], view, row_bytes)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
     static = ExchangeSpec(
-        transport, view.axes, mesh.size, case.tokens, case.tokens, WIRES[wire], kernels, case.experts, case.tokens
+        transport,
+        view.axes,
+        mesh.size,
+        case.tokens,
+        case.tokens,
+        WIRES[wire],
+        kernels,
+        case.experts,
+        case.tokens,
     )
     dispatch = Exchange(static, "dispatch")
     if direction == "dispatch":

@@ -30,7 +30,10 @@ from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
 from moax.params import expert_specs, param_shapes
 
-CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
+CHOICES: tuple[GradReduce, ...] = (
+    "bfloat16",
+    *(name for name in GRAD_REDUCE if name != "bfloat16"),
+)
 
 
 def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
@@ -42,17 +45,32 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
         ring = None
         for choice in CHOICES:
             row = _row(block, choice, mesh, repeats)
-            ring = row.us if choice == "bfloat16" else ring
+            if choice == "bfloat16":
+                ring = row.us
             if row.us and ring:
                 row.extra["speedup"] = ring / row.us
             yield row
 
 
-def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
+def scatter_gradients(
+    block: Block,
+    choice: GradReduce,
+    mesh: Mesh,
+) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
-    config, axes, shapes = block.config, Axes().resolve(mesh), param_shapes(block.config)
+    config = block.config
+    axes = Axes().resolve(mesh)
+    shapes = param_shapes(block.config)
     specs = expert_specs(config, Axes(), axes)
-    plan = make_plan(config, Options(kernels="xla"), None, axes=axes, declared=specs, tokens=1, dtype="float32")
+    plan = make_plan(
+        config,
+        Options(kernels="xla"),
+        None,
+        axes=axes,
+        declared=specs,
+        tokens=1,
+        dtype="float32",
+    )
     layouts = find_layout(plan.wi), find_layout(plan.wo)
     whole = shapes.wi, shapes.wo
 
@@ -60,7 +78,8 @@ def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Cal
         pairs = zip(terms, layouts, strict=True)
         return tuple(scatter_gradient(term[0], layout.gather, choice) for term, layout in pairs)
 
-    of_device, results = Spec("fsdp"), (specs.wi, specs.wo)
+    of_device = Spec("fsdp")
+    results = (specs.wi, specs.wo)
     scatter = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=of_device, out_specs=results, check_vma=False),
         out_shardings=named(mesh, results),
@@ -80,11 +99,13 @@ def _row(block: Block, choice: GradReduce, mesh: Mesh, repeats: Repeats) -> Row:
     try:
         scatter, terms = scatter_gradients(block, choice, mesh)
         timing = call_time(scatter, terms, repeats)
-        row.us, row.method = timing.us, timing.method
+        row.us = timing.us
+        row.method = timing.method
         extra["sent_bytes"] = total_bytes(collectives(scatter, *terms))
         extra["elements"] = sum(math.prod(term.shape[1:]) for term in terms)
         row.tb_s = extra["sent_bytes"] / timing.us * 1e-6
     except Exception as failure:
-        row.us, row.note = None, why(failure)
+        row.us = None
+        row.note = why(failure)
     row.extra = extra
     return row

@@ -19,7 +19,8 @@ from moax import inspect
 from moax.models import MODELS
 
 RESULT = Path(__file__).parent.parent / "results" / "wire.json"
-MESH, TOKENS = {"fsdp": 2, "ep": 4}, 8192
+MESH = {"fsdp": 2, "ep": 4}
+TOKENS = 8192
 NAMES = ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b")
 RECIPES = (None, "fp8_block", "mxfp8")
 
@@ -45,7 +46,7 @@ def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False
 
 def measure(name: str, recipe: str | None) -> dict[str, Any]:
     """Returns a row: the bytes of gathers and reduce-scatters that a device sends over fsdp, forward and backward."""
-    found = inspect.inspect_block(
+    moved = inspect.inspect_block(
         MODELS[name].config,
         tokens=TOKENS,
         recipe=recipe,
@@ -53,11 +54,11 @@ def measure(name: str, recipe: str | None) -> dict[str, Any]:
         mesh=moax.make_mesh(MESH),
         dtype=jnp.bfloat16,
     )
-    gathers = inspect.weight_gathers(found, axes="fsdp")
+    gathers = inspect.weight_gathers(moved, axes="fsdp")
     return {
         "model": name,
         "recipe": recipe,
         "gathered": inspect.total_bytes(gathers),
         "gathered_dtypes": sorted({c.dtype for c in gathers}),
-        "reduce_scattered": inspect.total_bytes(found, kind="reduce-scatter", axes="fsdp"),
+        "reduce_scattered": inspect.total_bytes(moved, kind="reduce-scatter", axes="fsdp"),
     }

@@ -1,8 +1,8 @@
 """This extension makes reStructuredText of moax's docstrings, before napoleon reads their sections, and signatures.
 
 A docstring of moax is plain text: paragraphs, indented blocks of formulas, `names`, and Google's sections. Signatures
-are taken from the source, since an evaluated jaxtyping annotation reads differently. Each page of the reference gets a
-list of its functions and classes, with links, before the first of them.
+are taken from the source, since an evaluated jaxtyping annotation reads differently. A page that documents several
+names lists them at its top, with links.
 """
 
 from __future__ import annotations
@@ -27,48 +27,6 @@ def setup(app) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", on_docstring, priority=400)
     app.connect("doctree-read", on_page)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def on_page(app, document: nodes.document) -> None:
-    """Inserts the list of what a page of the reference documents: a line for each section, or one for the page."""
-    page = next(iter(document.findall(nodes.section)), None)
-    if page is None or not app.env.current_document.docname.startswith("reference/"):
-        return
-    parts = [part for part in page.children if isinstance(part, nodes.section)]
-    lines = [line for part in parts for line in list_entries(part)]
-    own = [child for child in page.children if isinstance(child, addnodes.desc)]
-    lines = list_entries(nodes.section("", nodes.title(), *(child.deepcopy() for child in own))) + lines
-    entries = (nodes.section, addnodes.index, addnodes.desc)
-    at = next((i for i, child in enumerate(page.children) if isinstance(child, entries)), 0)
-    if len(lines) == 1:
-        page.insert(at, lines[0])
-    elif lines:
-        page.insert(at, nodes.bullet_list("", *(nodes.list_item("", line) for line in lines)))
-
-
-def list_entries(section: nodes.section) -> list[nodes.paragraph]:
-    """Returns one line, `section: names`, or none where the section documents nothing. Methods are in no list."""
-    line = nodes.paragraph(classes=["local"])
-    for entry in section.findall(addnodes.desc):
-        signature = next(iter(entry.findall(addnodes.desc_signature)))
-        if not signature["ids"] or inside_entry(entry):
-            continue
-        line += nodes.Text(", " if line.children else "")
-        name = nodes.literal("", signature["fullname"].rpartition(".")[2])
-        line += nodes.reference("", "", name, refid=signature["ids"][0], internal=True)
-    if not line.children:
-        return []
-    if title := section[0].astext():
-        line.insert(0, [nodes.reference("", title, refid=section["ids"][0], internal=True), nodes.Text(": ")])
-    return [line]
-
-
-def inside_entry(node: nodes.Node) -> bool:
-    """Returns whether the entry belongs to another one, as a method does to its class."""
-    parent = node.parent
-    while parent is not None and not isinstance(parent, addnodes.desc):
-        parent = parent.parent
-    return parent is not None
 
 
 def on_signature(app, what, name, obj, options, signature, returns):
@@ -106,6 +64,40 @@ def on_docstring(app, what, name, obj, options, lines: list[str]) -> None:
         out.append(line if not in_section and line[:1] == " " else f"\0{line}")
     text = re.sub(r"(?m)^\0.*(?:\n\0.*)*", lambda part: escape(part[0].replace("\0", "")), "\n".join(out))
     lines[:] = text.split("\n")
+
+
+def on_page(app, doctree: nodes.document) -> None:
+    """Puts the list of what a page documents, by section, before its first entry or section."""
+    listed: dict[str, list[nodes.reference]] = {}
+    for entry in doctree.findall(addnodes.desc):
+        signature = entry.next_node(addnodes.desc_signature)
+        if signature is None or isinstance(entry.parent, addnodes.desc_content) or not signature["ids"]:
+            continue  # a method is listed by its class
+        section = entry
+        while not isinstance(section, nodes.section):
+            section = section.parent
+        while isinstance(section.parent, nodes.section) and isinstance(section.parent.parent, nodes.section):
+            section = section.parent
+        title = "" if isinstance(section.parent, nodes.document) else section[0].astext()
+        name = signature["ids"][0]
+        link = nodes.reference("", "", nodes.literal(text=name), internal=True, refid=name)
+        listed.setdefault(title, []).append(link)
+    if sum(map(len, listed.values())) > 2:
+        page = next(doctree.findall(nodes.section))
+        first = next(i for i, node in enumerate(page) if isinstance(node, nodes.section | addnodes.index))
+        page.insert(first, contents(listed))
+
+
+def contents(listed: dict[str, list[nodes.reference]]) -> nodes.bullet_list:
+    """Returns a list with an item for each section, its title and links, and for each link before the sections."""
+    rows = [("", [link]) for link in listed.get("", [])] + [(f"{title}: ", listed[title]) for title in listed if title]
+    found = nodes.bullet_list(classes=["on-this-page"])
+    for title, links in rows:
+        text = nodes.paragraph("", title)
+        for i, link in enumerate(links):
+            text += [nodes.Text(", " * bool(i)), link]
+        found += nodes.list_item("", text)
+    return found
 
 
 def is_formula(out: list[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from moax.checks import check_fields, suggest_fields
 
-Contracted = Literal["rows", "columns"]
+Use = Literal["fprop", "dgrad", "wgrad"]  # the matmul that reads an operand
 
 
 @suggest_fields
@@ -21,7 +21,7 @@ class Format:
       block: the length of a block along the contracted dim, in elements. None makes the whole tensor one block; of a
         weight, the matrix of each expert.
       tile: the length of a block of a weight along the dim that is not contracted, in elements. With block 128, a tile
-        of 128 gives square blocks, which have the same scales for products over rows and over columns.
+        of 128 gives square blocks, which have the same scales for fprop and dgrad.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
       by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
@@ -48,28 +48,28 @@ class Format:
         """Whether one scale holds for the rows of all experts on all devices."""
         return self.block is None and not self.by_group
 
-    def row_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """Returns the block lengths of rows [M, ..., C] in a product over `columns` or over `rows`.
+    def row_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+        """Returns the block lengths of rows [M, ..., C] in a matmul.
 
-        The products over columns are forward and dgrad, and the product over rows is wgrad. Blocks of 128 of rows [M,
-        C] are (1, 128) for a product over columns and (128, 1) for a product over rows.
+        `fprop` and `dgrad` sum over columns, and `wgrad` over rows: blocks of 128 of rows [M, C] are (1, 128) for
+        `fprop` and `dgrad`, and (128, 1) for `wgrad`.
         """
         if self.block is None:
             return (None,) * ndim
         ones = (1,) * (ndim - 1)
-        if contracted == "columns":
-            return (*ones, self.block)
-        return (self.block, *ones)
+        if use == "wgrad":
+            return (self.block, *ones)
+        return (*ones, self.block)
 
-    def weight_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """Returns the block lengths of weights [E, K, ..., N] in a product over `rows` (K) or `columns` (..., N).
+    def weight_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+        """Returns the block lengths of weights [E, K, ..., N] in a matmul: `fprop` sums over K, `dgrad` over (..., N).
 
-        With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for a product over rows.
+        With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for `fprop`.
         """
         if self.block is None:
             return (1,) + (None,) * (ndim - 1)
         ones = (1,) * (ndim - 3)
-        if contracted == "rows":
+        if use == "fprop":
             return (1, self.block, *ones, self.tile)
         return (1, self.tile, *ones, self.block)
 

@@ -53,7 +53,7 @@ def route(
     sequences: Int[Array, " T"] | None = None,
 ) -> Routing:
     """Returns the experts and weights of each token, and the balance losses; see `moax.route` for the arguments."""
-    given = experts
+    replayed = experts
     tokens, num_experts = logits.shape
     logits = logits.astype(jnp.float32)
     selection = score(logits, config) if config.order == "score_then_topk" else logits
@@ -62,7 +62,7 @@ def route(
     if config.num_groups > 1:
         selection = jnp.where(eligible_experts(selection, config, top_k), selection, -jnp.inf)
     chosen = jnp.argsort(-jax.lax.stop_gradient(selection), axis=-1, stable=True)[:, :top_k]
-    chosen = chosen if given is None else given
+    chosen = chosen if replayed is None else replayed
 
     if config.order == "score_then_topk":
         weights = jnp.take_along_axis(score(logits, config), chosen, axis=-1)

@@ -176,7 +176,7 @@ class QuantizedParams[Leaf]:
     `Leaf` is an array, or the PartitionSpec of one.
 
     Attributes:
-      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad). A weight that its
+      wi, wo: each weight twice: for fprop, and for dgrad. A weight that its
         recipe does not quantize is one array in the dtype of products.
       recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.

@@ -43,16 +43,16 @@ def test_cases_exceed_the_cache():
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 def test_error_sees_one_wrong_expert(problem, direction):
     """An error over all experts alone would hide a small one that is wrong."""
-    found = error.sample(problem, direction)
+    sampled = error.sample(problem, direction)
     call = ours.gemm(problem, direction, None)
     right = call.f(*call.args)
-    assert error.measure(right, found, direction, problem).worst < 4e-3
+    assert error.measure(right, sampled, direction, problem).worst < 4e-3
     start = int(problem.starts[1])
     rows = slice(start, start + int(problem.sizes[1]))
     wrong = right.at[1].mul(1.5) if direction == "wgrad" else right.at[rows].mul(1.5)
-    measured = error.measure(wrong, found, direction, problem)
+    measured = error.measure(wrong, sampled, direction, problem)
     assert measured.worst == pytest.approx(0.5, rel=0.02) and measured.total < measured.worst
-    assert np.isnan(error.measure(right.at[:].mul(jnp.nan), found, direction, problem).worst)
+    assert np.isnan(error.measure(right.at[:].mul(jnp.nan), sampled, direction, problem).worst)
 
 
 def test_gemm_rows(problem):
@@ -97,12 +97,20 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
 
 def test_torch_process_that_dies(monkeypatch):
     """What it measured before it died is kept; the rest says that it died."""
-    said = json.dumps({"case": "tiny", "direction": "fwd", "recipe": "none", "us": 8.0, "error": 1e-3,
-                       "error_worst": 2e-3})  # fmt: skip
+    said = json.dumps(
+        {
+            "case": "tiny",
+            "direction": "fwd",
+            "recipe": "none",
+            "us": 8.0,
+            "error": 1e-3,
+            "error_worst": 2e-3,
+        }
+    )
     dead = subprocess.CompletedProcess([], -9, f"warming up\n{said}\n", "device-side assert")
     monkeypatch.setattr(torch_grouped.subprocess, "run", lambda *_, **__: dead)
-    first, *rest = torch_grouped.rows([TINY], ONCE)
-    assert first.us == 8.0 and first.tflops == pytest.approx(TINY.flops / 8e6)
+    lost_row, *rest = torch_grouped.rows([TINY], ONCE)
+    assert lost_row.us == 8.0 and lost_row.tflops == pytest.approx(TINY.flops / 8e6)
     assert len(rest) == 5 and all("exit code -9: device-side assert" in row.note for row in rest)
 
 
@@ -111,20 +119,50 @@ def test_table_and_file(tmp_path, capsys):
     rows or does not name what is missing."""
     extra = {"kernels": ["a", "b"], "M": 8}
     rows = [
-        Row("gemm", "a", "fwd", us=10.0, tflops=700.0, error=float("nan"), tile="t256", fraction=0.9, extra=extra),
+        Row(
+            "gemm",
+            "a",
+            "fwd",
+            us=10.0,
+            tflops=700.0,
+            error=float("nan"),
+            tile="t256",
+            fraction=0.9,
+            extra=extra,
+        ),
         Row("gemm", "a", "fwd", "torch_grouped_mm", us=11.0, tflops=636.0),
         Row("gemm", "a", "fwd", "tokamax", note="not installed"),
     ]
     report.compare(rows)
     assert rows[0].peers == {"torch_grouped_mm": pytest.approx(1.1)}
-    head = report.header(["python", "-m", "benchmarks", "gemm"], "abc", {"bf16": {"value": 790.0, "unit": "TFLOP/s"}})
+    head = report.header(
+        ["python", "-m", "benchmarks", "gemm"],
+        "abc",
+        {"bf16": {"value": 790.0, "unit": "TFLOP/s"}},
+    )
     report.save(str(tmp_path / "new" / "rows.json"), head, rows)
     text = (tmp_path / "new" / "rows.json").read_text()
-    read, printed = json.loads(text), json.loads(report.to_json(head, rows))
-    assert read["header"]["git_sha"] == "abc" and read["header"]["versions"]["jax"] == jax.__version__
+    read = json.loads(text)
+    printed = json.loads(report.to_json(head, rows))
+    assert read["header"]["git_sha"] == "abc"
+    assert read["header"]["versions"]["jax"] == jax.__version__
     assert read["header"]["command"] == printed["header"]["command"] == "python -m benchmarks gemm"
-    first = {"op", "case", "direction", "impl", "recipe", "dtype", "tile", "us", "tflops", "fraction", "error", "peers"}
-    assert read["rows"][0].keys() == first | {"extra"} and read["rows"][0]["error"] == "nan"
+    row_of_kernels = {
+        "op",
+        "case",
+        "direction",
+        "impl",
+        "recipe",
+        "dtype",
+        "tile",
+        "us",
+        "tflops",
+        "fraction",
+        "error",
+        "peers",
+    }
+    assert read["rows"][0].keys() == row_of_kernels | {"extra"}
+    assert read["rows"][0]["error"] == "nan"
     assert read["rows"][0]["extra"] == {"M": 8} and printed["rows"][0]["extra"] == extra
     assert len([line for line in text.splitlines() if line.startswith("  {")]) == 3
     report.save(tmp_path / "none.json", head, [])
@@ -148,7 +186,13 @@ ENTRY %main {
 def test_stages():
     """One kernel name serves forward and dgrad: the order of launches tells them apart."""
     mosaic = "grouped_matmul_fp8_mosaic_gpu_kernel"
-    kernels = [("sort_1", 1.0), (mosaic, 2.0), ("loop_fusion_3", 3.0), (mosaic, 4.0), ("memset", 5.0)]
+    kernels = [
+        ("sort_1", 1.0),
+        (mosaic, 2.0),
+        ("loop_fusion_3", 3.0),
+        (mosaic, 4.0),
+        ("memset", 5.0),
+    ]
     total, listed = stages.split(HLO, kernels)
     wanted = {"route": 1.0, "gemm fwd": 2.0, "activation": 3.0, "gemm dgrad": 4.0, "other": 5.0}
     assert {name: us for name, us in total.items() if us} == wanted
@@ -178,8 +222,14 @@ def test_stages():
         (["gemm", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "--peers", "numpy"], "unknown numpy"),
         (["exchange", "--cases", "groups"], "exchange has perf and tiny"),
-        (["block", "--peers", "torch", "--cases", "tiny"], "unknown torch; give some of all, none, sonic"),
-        (["gemm", "exchange", "--tokens", "8"], "--tokens with gemm, exchange: it is for block and imbalance alone"),
+        (
+            ["block", "--peers", "torch", "--cases", "tiny"],
+            "unknown torch; give some of all, none, sonic",
+        ),
+        (
+            ["gemm", "exchange", "--tokens", "8"],
+            "--tokens with gemm, exchange: it is for block and imbalance alone",
+        ),
         (["gemm", "scatter", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "wire"], "give it alone"),
     ],
@@ -194,11 +244,14 @@ def test_command(tmp_path, capsys):
     argv = ["gemm", "--cases", "tiny", "--only", "zipf", "--peers", "none"]
     assert command.main([*argv, "--quick", "--out", str(out)]) == 0
     said = capsys.readouterr()
-    assert "fp8_block" in said.out and "limits of this run: bf16" in said.out and "tiny zipf fwd" in said.err
-    found = json.loads(out.read_text())
-    assert len(found["rows"]) == 6 and all(row["us"] > 0 and row["path"] == "xla" for row in found["rows"])
-    assert found["header"]["command"].startswith("python -m benchmarks gemm --cases tiny")
-    assert found["header"]["limits"]["memory"]["value"] > 0
+    assert "fp8_block" in said.out
+    assert "limits of this run: bf16" in said.out
+    assert "tiny zipf fwd" in said.err
+    written = json.loads(out.read_text())
+    assert len(written["rows"]) == 6
+    assert all(row["us"] > 0 and row["path"] == "xla" for row in written["rows"])
+    assert written["header"]["command"].startswith("python -m benchmarks gemm --cases tiny")
+    assert written["header"]["limits"]["memory"]["value"] > 0
     assert command.main([*argv, "--quick", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 6
 
@@ -209,7 +262,8 @@ def test_several_at_once(tmp_path, capsys):
     argv = ["gemm", "scatter", "--cases", "tiny", "--peers", "none", "--quick"]
     assert command.main([*argv, "--only", "zipf", "--out", str(out), "--json"]) == 0
     said = capsys.readouterr()
-    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"} and "gemm: 1 case;" in said.err
+    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"}
+    assert "gemm: 1 case;" in said.err
     assert command.main([*argv, "--json"]) == 0
     assert {row["op"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"gemm", "scatter"}
 
@@ -224,15 +278,25 @@ def test_wire(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wire, "TOKENS", 64)
     out = tmp_path / "wire.json"
     assert command.main(["wire", "--out", str(out), "--sha", "abc"]) == 0
-    found = json.loads(out.read_text())
-    head = found["header"]
-    assert head["git_sha"] == "abc" and head["mesh"] == {"fsdp": 2, "ep": 4} and "fp8_block" in capsys.readouterr().out
-    plain, quantized = (row["gathered"] for row in found["rows"])
+    written = json.loads(out.read_text())
+    head = written["header"]
+    assert head["git_sha"] == "abc"
+    assert head["mesh"] == {"fsdp": 2, "ep": 4}
+    assert "fp8_block" in capsys.readouterr().out
+    plain, quantized = (row["gathered"] for row in written["rows"])
     assert plain / 2 < quantized < 0.6 * plain
 
 
-@pytest.mark.parametrize("options", [["--cases", "perf"], ["--cases", "all", "--peers", "none"]], ids=" ".join)
-@pytest.mark.parametrize("what", [["gemm"], ["block", "--mesh", "ep=2"], ["exchange"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [["--cases", "perf"], ["--cases", "all", "--peers", "none"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(
+    "what",
+    [["gemm"], ["block", "--mesh", "ep=2"], ["exchange"]],
+    ids=" ".join,
+)
 def test_a_cpu_refuses_the_shapes_of_models(what, options, capsys):
     """Breaks if a run that would take hours on a CPU begins there in the place of one line."""
     assert command.main([*what, *options]) == 1
@@ -246,8 +310,9 @@ def test_block_in_its_own_process(tmp_path, capsys):
     argv = ["block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]
     assert command.main(argv) == 0
     said = capsys.readouterr().out
-    assert "saved_bytes" in said and "not available: block tiny T64 fwd none sonic: Unsupported" in said
-    peer, rows = (json.loads(out.read_text())["rows"][at] for at in (slice(2), slice(2, None)))
+    assert "saved_bytes" in said
+    assert "not available: block tiny T64 fwd none sonic: Unsupported" in said
+    peer, rows = (json.loads(out.read_text())["rows"][span] for span in (slice(2), slice(2, None)))
     assert all(row["impl"] == "sonic" and row["us"] is None and row["note"] for row in peer)
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     assert all(row["us"] > 0 and row["path"] == "xla" and row["extra"]["saved_bytes"] > 0 for row in rows)

@@ -30,16 +30,21 @@ pytestmark = pytest.mark.more
 
 QWEN = MODELS["qwen3-30b"].config
 KERNELS = [
-    ("sort_1", 1.0), ("grouped_matmul_mosaic_gpu_kernel", 4.0), ("ncclDevKernel_AllGather_RING_LL", 2.0),
-    ("all_reduce_kernel_impl", 1.0), ("put_rows_mosaic_gpu_kernel", 0.5), ("psum_9_0_fusion_1", 0.5),
-]  # fmt: skip
+    ("sort_1", 1.0),
+    ("grouped_matmul_mosaic_gpu_kernel", 4.0),
+    ("ncclDevKernel_AllGather_RING_LL", 2.0),
+    ("all_reduce_kernel_impl", 1.0),
+    ("put_rows_mosaic_gpu_kernel", 0.5),
+    ("psum_9_0_fusion_1", 0.5),
+]
 
 
 class InThisProcess:
     """A worker in the process of the test: a process of its own would start JAX and compile again."""
 
     def __init__(self, module, request):
-        self.main, self.request = importlib.import_module(module).main, request
+        self.main = importlib.import_module(module).main
+        self.request = request
 
     def wait(self):
         pass
@@ -47,8 +52,12 @@ class InThisProcess:
     close = wait
 
     def measure(self) -> Iterable[Any]:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-            patch.setattr(jax.config, "update", lambda *_: None)  # This process has its devices already.
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(io.StringIO()) as said,
+        ):
+            # This process has its devices already.
+            patch.setattr(jax.config, "update", lambda *_: None)
             patch.setattr("sys.stdin", io.StringIO("go\n"))
             assert self.main([json.dumps(self.request)]) == 0
         ready, *answers = said.getvalue().splitlines()
@@ -59,19 +68,22 @@ class InThisProcess:
 def test_kernels_of_several_devices():
     """Breaks if times are sums over devices, if a collective counts as computing, or if kernels that are not every
     device's are taken for the mean."""
-    found = block_worker.split("", [kernel for kernel in KERNELS for _ in range(2)], 2, 10.0)
+    results = block_worker.split("", [kernel for kernel in KERNELS for _ in range(2)], 2, 10.0)
     wanted = {"route": 1.0, "gemm fwd + dgrad": 4.0, "communication": 4.0}
-    assert {name: us for name, us in found["stages_us"].items() if us} == wanted
-    assert found["kernel_us"] == 9.0 and found["exposed_us"] == 5.0
+    assert {name: us for name, us in results["stages_us"].items() if us} == wanted
+    assert results["kernel_us"] == 9.0 and results["exposed_us"] == 5.0
     assert block_worker.split("", KERNELS, 2, 10.0) == {} == block_worker.split("", [], 2, 10.0)
 
 
 def test_mesh_that_does_not_fit(monkeypatch):
     """Breaks if a mesh of more GPUs than there are fails in eight processes, each with another error."""
     pretend(monkeypatch, platform="gpu")
-    how = block.How((("fsdp", 16), ("ep", 4)))
-    with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8"):
-        next(block.rows(list(block.TINY), [how], Repeats(1, 1), {}))
+    settings = block.How((("fsdp", 16), ("ep", 4)))
+    with pytest.raises(
+        ValueError,
+        match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8",
+    ):
+        next(block.rows(list(block.TINY), [settings], Repeats(1, 1), {}))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +92,14 @@ def test_mesh_that_does_not_fit(monkeypatch):
         (["imbalance"], "imbalance without --mesh"),
         (["imbalance", "--mesh", "fsdp=2,ep=1"], "--mesh fsdp=2,ep=1 has one rank of ep"),
         (["train"], "train without --mesh"),
-        (["train", "--mesh", "ep=2", "--tokens", "64"], "--tokens with train: it is for block and imbalance alone"),
-        (["train", "--mesh", "ep=2", "--kernels", "xla"], "--kernels with train: it is for block and imbalance alone"),
+        (
+            ["train", "--mesh", "ep=2", "--tokens", "64"],
+            "--tokens with train: it is for block and imbalance alone",
+        ),
+        (
+            ["train", "--mesh", "ep=2", "--kernels", "xla"],
+            "--kernels with train: it is for block and imbalance alone",
+        ),
         (["train", "--mesh", "ep=2", "--peers", "torch"], "unknown torch; give some of all, none"),
         (["gemm", "--mesh", "ep=2"], "--mesh with gemm"),
         (
@@ -107,19 +125,38 @@ def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     """Breaks if the block does not run on a mesh, or if its rows do not say on which."""
     monkeypatch.setattr(block, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick", "--peers", "none"]
+    argv = [
+        "block",
+        "--cases",
+        "tiny",
+        "--recipe",
+        "none",
+        "--mesh",
+        "ep=2",
+        "--quick",
+        "--peers",
+        "none",
+    ]
     assert command.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "params_bytes 2" in said
     rows = json.loads(out.read_text())["rows"]
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     for row in rows:
-        assert row["us"] > 0 and row["case"] == "tiny T64 ep=2" and row["extra"]["mesh"] == {"fsdp": 1, "ep": 2}
-        assert row["impl"] == "moax" and row["recipe"] == "none" and row["extra"]["exchange"] == "all_to_all"
-        assert row["extra"]["params_bytes"] == 2 * (64 * 4 + 2 * 3 * 64 * 32)  # bf16: the router, two of four experts
+        assert row["us"] > 0
+        assert row["case"] == "tiny T64 ep=2"
+        assert row["extra"]["mesh"] == {"fsdp": 1, "ep": 2}
+        assert row["impl"] == "moax"
+        assert row["recipe"] == "none"
+        assert row["extra"]["exchange"] == "all_to_all"
+        # The bf16 weights are the router and two of four experts.
+        assert row["extra"]["params_bytes"] == 2 * (64 * 4 + 2 * 3 * 64 * 32)
 
 
-@pytest.mark.parametrize(("ranks", "load"), [(2, 1.0), (2, 1.125), (2, 1.75), (2, 2.0), (4, 3.0), (8, 4.0)])
+@pytest.mark.parametrize(
+    ("ranks", "load"),
+    [(2, 1.0), (2, 1.125), (2, 1.75), (2, 2.0), (4, 3.0), (8, 4.0)],
+)
 def test_load_is_exact(ranks, load):
     """Breaks if the busiest rank has another load, if experts of a rank differ, or if a token has an expert twice."""
     experts = choose_experts(QWEN, ranks, 2048, load)
@@ -133,8 +170,12 @@ def test_load_is_exact(ranks, load):
 def test_routing_of_the_docstring():
     """Breaks if a token's experts of the busiest rank do not go on where those of the token before end."""
     config = moax.MoEConfig(d_model=8, d_ff=8, num_experts=4, top_k=2)
-    assert [set(token) for token in choose_experts(config, 2, 4, 1.5).tolist()] == [{0, 2}, {0, 1}, {1, 3}, {0, 1}]
-    with pytest.raises(ValueError, match=r"imbalance 3.0 on 4 ranks: one rank has 1 experts.*at most 2"):
+    expected = [{0, 2}, {0, 1}, {1, 3}, {0, 1}]
+    assert [set(token) for token in choose_experts(config, 2, 4, 1.5).tolist()] == expected
+    with pytest.raises(
+        ValueError,
+        match=r"imbalance 3.0 on 4 ranks: one rank has 1 experts.*at most 2",
+    ):
         choose_experts(config, 4, 4, 3.0)
 
 
@@ -144,13 +185,16 @@ def test_buffers_have_their_bytes():
     options = dict(recipe=None, kernels="xla", exchange="all_gather")
     with jax.set_mesh(mesh):
         shapes = block_worker.param_shapes(QWEN, mesh)
-        of = [options | {"buffer_factor": factor} for factor in (1.25, None)]
-        built = [block_worker.build(QWEN, how, mesh, shapes, None, 1024, True) for how in of]
+        options_by_factor = [options | {"buffer_factor": factor} for factor in (1.25, None)]
+        built = [
+            block_worker.build(QWEN, own_options, mesh, shapes, None, 1024, True) for own_options in options_by_factor
+        ]
         saved = [memory["saved_bytes"] for _, memory in built]
-    hidden, rows = 2 * QWEN.d_ff * 2, QWEN.d_model * 2
-    for found, loads in zip(saved, (1.25, 2.0), strict=True):
-        assert found == pytest.approx(loads * 1024 * QWEN.top_k * (hidden + rows), rel=0.6)
-        assert found >= loads * 1024 * QWEN.top_k * (hidden + rows)
+    hidden = 2 * QWEN.d_ff * 2
+    rows = QWEN.d_model * 2
+    for saved_bytes, loads in zip(saved, (1.25, 2.0), strict=True):
+        assert saved_bytes == pytest.approx(loads * 1024 * QWEN.top_k * (hidden + rows), rel=0.6)
+        assert saved_bytes >= loads * 1024 * QWEN.top_k * (hidden + rows)
     assert saved[0] < saved[1]
 
 
@@ -160,17 +204,29 @@ class Answers(InThisProcess):
     def measure(self):
         for x, factor in self.request["loads"][:-1]:
             rounds = 1 if factor is None else int(np.ceil(x / factor))
-            measured = {"us": 10 * x + 2 * (rounds - 1), "path": "xla", "rounds": rounds, "dropped": 0}
+            measured = {
+                "us": 10 * x + 2 * (rounds - 1),
+                "path": "xla",
+                "rounds": rounds,
+                "dropped": 0,
+            }
             yield {"tokens": 64, "load": [x, factor], "memory": {"saved_bytes": 1}, "fwd+bwd": measured}
 
 
 def test_ratio_is_of_balanced_steps(monkeypatch):
     """Breaks if a ratio takes another balanced row, or if a lost row is silent."""
     monkeypatch.setattr(imbalance, "Worker", Answers)
-    found = list(imbalance.rows(list(block.TINY), How((("ep", 2),), recipes=("fp8_block",)), Repeats(1, 1)))
-    by = {(row.extra["imbalance"], row.extra["buffer_factor"]): row for row in found}
+    results = list(
+        imbalance.rows(
+            list(block.TINY),
+            How((("ep", 2),), recipes=("fp8_block",)),
+            Repeats(1, 1),
+        )
+    )
+    by = {(row.extra["imbalance"], row.extra["buffer_factor"]): row for row in results}
     assert len(by) == 12 and by[1.0, 1.25].extra["ratio"] == 1.0
-    assert by[1.75, None].extra["ratio"] == 1.0 and by[2.0, 1.25].extra["ratio"] == pytest.approx(1.1)
+    assert by[1.75, None].extra["ratio"] == 1.0
+    assert by[2.0, 1.25].extra["ratio"] == pytest.approx(1.1)
     assert by[2.0, None].us is None and "ended" in by[2.0, None].note
 
 
@@ -180,7 +236,18 @@ def test_block_by_imbalance(tmp_path, monkeypatch):
     monkeypatch.setattr(imbalance, "Worker", InThisProcess)
     monkeypatch.setattr(imbalance, "IMBALANCES", (1.0, 2.0, 4.0))
     out = tmp_path / "f.json"
-    argv = ["imbalance", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick", "--out", str(out)]
+    argv = [
+        "imbalance",
+        "--cases",
+        "tiny",
+        "--recipe",
+        "none",
+        "--mesh",
+        "ep=2",
+        "--quick",
+        "--out",
+        str(out),
+    ]
     assert command.main(argv) == 0
     rows = [row["extra"] | {"us": row["us"]} for row in json.loads(out.read_text())["rows"]]
     rounds = {(row["imbalance"], row["buffer_factor"]): row["rounds"] for row in rows}
@@ -191,7 +258,15 @@ def test_block_by_imbalance(tmp_path, monkeypatch):
 @pytest.mark.loose
 def test_a_step_trains(tmp_path, capsys, monkeypatch):
     """Breaks if the model does not learn, or if a row does not say what it measured."""
-    model = ModelConfig(d_model=64, d_ff=32, num_layers=1, num_heads=2, num_experts=4, top_k=2, balance="none")
+    model = ModelConfig(
+        d_model=64,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        num_experts=4,
+        top_k=2,
+        balance="none",
+    )
     monkeypatch.setattr(train, "TINY", (train.Run("tiny", model, 1, 16, "float32"),))
     monkeypatch.setitem(command.BENCHMARKS["train"].cases, "tiny", train.TINY)
     monkeypatch.setattr(train, "Worker", InThisProcess)
@@ -201,9 +276,11 @@ def test_a_step_trains(tmp_path, capsys, monkeypatch):
     rows = json.loads(out.read_text())["rows"]
     (row,) = rows
     ours = row["extra"]
-    assert ours["losses"][0] == pytest.approx(np.log(256), rel=0.05) and ours["losses"][-1] < ours["losses"][0] - 0.05
+    assert ours["losses"][0] == pytest.approx(np.log(256), rel=0.05)
+    assert ours["losses"][-1] < ours["losses"][0] - 0.05
     assert row["us"] > 0 and row["case"] == "tiny T16 ep=2" and row["direction"] == "step"
-    assert ours["tokens_per_s"] == pytest.approx(16e6 / row["us"]) and sum(ours["tokens_per_expert"]) == 2 * 32
+    assert ours["tokens_per_s"] == pytest.approx(16e6 / row["us"])
+    assert sum(ours["tokens_per_expert"]) == 2 * 32
     assert f"tokens_per_s {ours['tokens_per_s']:,.4g}" in capsys.readouterr().out
 
 
@@ -233,7 +310,8 @@ def test_layers_in_a_scan(tmp_path, monkeypatch):
     assert body["header"]["options"] == moax.OVERLAP_OPTIONS
     assert (alone["fsdp"], with_options["options"], installed["options"]) == (1, True, False)
     for row in (with_options, installed):
-        assert row["times_fsdp_1"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
+        expected = pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
+        assert row["times_fsdp_1"] == expected
     same = ("loss", "gradient_norm")
     assert [with_options[name] for name in same] == [installed[name] for name in same]
 
@@ -245,7 +323,8 @@ def test_work():
     experts = 3 * m.d_model * m.d_ff * m.top_k
     dense = 4 * m.d_model**2 + 2 * m.d_model + m.d_model * m.num_experts
     met = m.num_layers * (experts + dense) + 2 * 256 * m.d_model + m.d_model
-    attention = 3 * 2 * 2 * m.num_layers * m.d_model * sum(range(run.length)) / run.length  # without itself
+    # A token with itself is not counted.
+    attention = 3 * 2 * 2 * m.num_layers * m.d_model * sum(range(run.length)) / run.length
     itself = 12 * m.num_layers * m.d_model
     assert run.tokens * (6 * met + attention) <= run.work <= run.tokens * (6 * met + attention + itself)
 
@@ -257,27 +336,49 @@ def test_microbatches():
     config = two.config(How(mesh=(("fsdp", 1),)), "fp8_block")
     assert (config.batch, config.microbatches, config.model.heads) == (8, 2, (32, 4, 128))
     attention = 6 * one.tokens * 4 * 4096 * 32 * 128
-    assert one.work > attention and one.work - attention == 6 * one.tokens * train.count(one.model)[1]
+    assert one.work > attention
+    assert one.work - attention == 6 * one.tokens * train.count(one.model)[1]
     draw = train_worker.batches_of(config, random=True)
     assert draw(0).shape == (8, 4097) and draw(0).dtype == np.uint8 and np.any(draw(0) != draw(1))
     np.testing.assert_array_equal(draw(1), draw(1))
 
 
 SCOPES = (
-    ("attention", "jit(train_step)/jvp()/while/body/eval_jaxpr/attention/gather_weight/convert_element_type"),
-    ("experts' products", "transpose(jvp())/while/body/moe/jit(_moe)/experts_grad/expert_up/grouped_wgrad/mpmd_map"),
-    ("experts' products", "jvp()/while/body/moe/jit(_moe)/experts/expert_up/grouped_matmul_activate/mpmd_map"),
+    (
+        "attention",
+        "jit(train_step)/jvp()/while/body/eval_jaxpr/attention/gather_weight/convert_element_type",
+    ),
+    (
+        "experts' products",
+        "transpose(jvp())/while/body/moe/jit(_moe)/experts_grad/expert_up/grouped_wgrad/mpmd_map",
+    ),
+    (
+        "experts' products",
+        "jvp()/while/body/moe/jit(_moe)/experts/expert_up/grouped_matmul_activate/mpmd_map",
+    ),
     ("casts of weights", "jvp()/while/body/moe/jit(_moe)/gather_weight/convert_element_type"),
-    ("quantization of weights", "jit(train_step)/quantize_weights/while/body/quantize_weight/mpmd_map"),
+    (
+        "quantization of weights",
+        "jit(train_step)/quantize_weights/while/body/quantize_weight/mpmd_map",
+    ),
     ("quantization of weights", "jvp()/while/body/moe/jit(_moe)/quantize_weight/quantize/mpmd_map"),
-    ("quantization of rows", "jvp()/while/body/moe/jit(_moe)/experts/quantize/quantize_rows/mpmd_map"),
+    (
+        "quantization of rows",
+        "jvp()/while/body/moe/jit(_moe)/experts/quantize/quantize_rows/mpmd_map",
+    ),
     ("activation", "transpose(jvp())/while/body/moe/jit(_moe)/experts_grad/activate/activate_grad_rows/mpmd_map"),
-    ("permutation and rows", "jvp()/while/body/moe/jit(_moe)/experts/unpermute/gather_sum/mpmd_map"),
+    (
+        "permutation and rows",
+        "jvp()/while/body/moe/jit(_moe)/experts/unpermute/gather_sum/mpmd_map",
+    ),
     ("permutation and rows", "jvp()/while/body/moe/jit(_moe)/experts/build_permutation/mpmd_map"),
     ("router", "transpose(jvp())/while/body/moe/jit(_moe)/router_grad/dot_general"),
     ("optimizer", "jit(train_step)/optimizer/add"),
     ("accumulation", "jit(train_step)/while/body/accumulate/add"),
-    ("slices of the scan", "jvp()/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice"),
+    (
+        "slices of the scan",
+        "jvp()/while/body/jit(dynamic_update_index_in_dim)/dynamic_update_slice",
+    ),
     ("rest", "jvp()/while/body/moe/rsqrt"),
     ("rest", ""),
 )
@@ -290,13 +391,14 @@ def test_parts_of_a_step():
     hlo = "".join(line.format(i, scope) for i, (_, scope) in enumerate(SCOPES))
     kernels = [Kernel("GPU:0", "k", f"fusion.{i}", 1000.0 * i, 1000.0 * i + 500) for i in range(len(SCOPES))]
     late = [kernel._replace(name="fusion_13", op="", end=kernel.end + 500) for kernel in kernels[13:14]]
-    found = stages.split_step(hlo, [*kernels, *late], 2)
+    results = stages.split_step(hlo, [*kernels, *late], 2)
     want = dict.fromkeys(stages.PARTS, 0.0)
     for part, _ in SCOPES:
         want[part] += 0.25
-    assert found["stages_us"] == want | {"slices of the scan": 0.75}
-    assert found["busy_us"] == pytest.approx((len(SCOPES) * 500 + 500) / 2000)
-    assert found["largest"][0]["part"] == "slices of the scan" and found["largest"][0]["us"] == 0.5
+    assert results["stages_us"] == want | {"slices of the scan": 0.75}
+    assert results["busy_us"] == pytest.approx((len(SCOPES) * 500 + 500) / 2000)
+    assert results["largest"][0]["part"] == "slices of the scan"
+    assert results["largest"][0]["us"] == 0.5
     named = kernels[1]._replace(name="grouped_wgrad_mosaic_gpu_kernel")
     for op, guessed in ((named.op, 0.0), ("command_buffer_56", 0.25)):
         assert stages.split_step(hlo, [named._replace(op=op)], 2)["guessed_us"] == guessed
@@ -316,10 +418,10 @@ def test_fsdp8_is_computed_from_the_step_and_its_quantization():
 def test_scatter(capsys):
     """Breaks if a choice of `grad_reduce_dtype` sends other bytes than it says."""
     assert command.main(["scatter", "--cases", "tiny", "--quick", "--json"]) == 0
-    found = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert set(found) == set(GRAD_REDUCE) and all(row["us"] > 0 for row in found.values()), found
+    written = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert set(written) == set(GRAD_REDUCE) and all(row["us"] > 0 for row in written.values()), written
     elements = 4 * 3 * 64 * 32  # of the tiny block
-    sent = {choice: row["extra"]["sent_bytes"] for choice, row in found.items()}
+    sent = {choice: row["extra"]["sent_bytes"] for choice, row in written.items()}
     half = 2 * elements * 7 // 8
     assert sent == {"bfloat16": half, "bfloat16_sum_float32": half, "float32": 2 * half}
-    assert "speedup" in found["float32"]["extra"]
+    assert "speedup" in written["float32"]["extra"]

@@ -26,18 +26,22 @@ def test_routings(case):
     """A token that names an expert twice, or a routing that is not what its name says, would count other bytes."""
     case = dataclasses.replace(case, tokens=64)
     experts = case.choose(4)
-    assert experts.shape == (256, case.top_k) and all(len(set(row)) == case.top_k for row in experts)
+    assert experts.shape == (256, case.top_k)
+    assert all(len(set(row)) == case.top_k for row in experts)
     ranks = (experts // (case.experts // 4)).reshape(4, 64, -1).tolist()
     sent = {(a, b): sum(b in token for token in ranks[a]) for a in range(4) for b in range(4) if a != b}
-    most = max(sum(n for pair, n in sent.items() if pair[end] == device) for end in (0, 1) for device in range(4))
-    assert case.busiest(4) == most and (most == 3 * 64) == (case.routing == "one")
+    largest = max(sum(n for pair, n in sent.items() if pair[end] == device) for end in (0, 1) for device in range(4))
+    assert case.busiest(4) == largest and (largest == 3 * 64) == (case.routing == "one")
     assert UNIFORM.row_bytes("none") == 256 and UNIFORM.row_bytes("fp8") == 128 + 4
 
 
 def test_rounds_are_rounds():
     """Breaks if a round is left out."""
     x = jnp.zeros((4, 3), jnp.int32)
-    np.testing.assert_array_equal(exchange.rounds(lambda x: x + 1, exchange.mesh_of(2), count=4)(x), [4, 4])
+    np.testing.assert_array_equal(
+        exchange.rounds(lambda x: x + 1, exchange.mesh_of(2), count=4)(x),
+        [4, 4],
+    )
 
 
 def in_loop(text: str, what: str) -> tuple[int, int]:
@@ -52,7 +56,8 @@ def test_rounds_hold_the_exchange(wire, direction):
     """Breaks if XLA moves what every round computes out of the loop, or narrows or drops what nobody reads."""
     mesh = exchange.mesh_of(2)
     with jax.set_mesh(mesh):
-        x, experts = jnp.ones((64, 128), jnp.bfloat16), UNIFORM.choose(2)
+        x = jnp.ones((64, 128), jnp.bfloat16)
+        experts = UNIFORM.choose(2)
         args = (x, experts, jnp.ones(experts.shape, jnp.float32))
         local, operands = exchange._ours(UNIFORM, wire, direction, "all_gather", args, mesh)
         text = exchange.rounds(local, mesh).lower(*operands).compile().as_text()
@@ -69,7 +74,10 @@ def test_nccl_is_an_all_to_all():
     (x,) = exchange._even(2, 16, mesh)
     assert x.shape == (8 * 8 * 2, 16) and not x.sharding.is_fully_replicated
     got = exchange.single(exchange.all_to_all, mesh)(x)
-    np.testing.assert_array_equal(got, np.asarray(x).reshape(8, 8, 32).swapaxes(0, 1).reshape(x.shape))
+    np.testing.assert_array_equal(
+        got,
+        np.asarray(x).reshape(8, 8, 32).swapaxes(0, 1).reshape(x.shape),
+    )
     text = exchange.rounds(exchange.all_to_all, mesh).lower(x).compile().as_text()
     assert in_loop(text, r" all-to-all\(") == (1, 1) and "all-gather" not in text
 
@@ -78,9 +86,9 @@ def test_our_rows(capsys):
     """Breaks if one_sided does not run, or the row does not say how many multiprocessors it takes."""
     with registered("one_sided", EmulatedOneSided()):
         assert command.main([*BENCH, "--peers", "none", "--devices", "2"]) == 0
-    made = json.loads(capsys.readouterr().out)["rows"]
-    assert len(made) == 3
-    for row in made:
+    written = json.loads(capsys.readouterr().out)["rows"]
+    assert len(written) == 3
+    for row in written:
         assert row["us"] > 0 and row["extra"]["call_us"] > 0, row["note"]
         assert row["tile"] == f"sms={row['extra']['sms']}" and row["extra"]["devices"] == 2
 
@@ -99,8 +107,8 @@ def test_arguments_that_cannot_work(options, message, capsys):
 
 def test_rows():
     """Breaks if a peer has no time, or if a part that a CPU refuses has no reason."""
-    made = list(exchange.rows([UNIFORM], 2, True, ONCE))
-    assert len(made) == 9 and {row.extra["devices"] for row in made} == {2}
-    for row in made:
+    results = list(exchange.rows([UNIFORM], 2, True, ONCE))
+    assert len(results) == 9 and {row.extra["devices"] for row in results} == {2}
+    for row in results:
         refused = row.note.startswith("Unsupported")
         assert refused if row.impl == "moax" else row.us and row.tb_s and row.extra["call_us"]

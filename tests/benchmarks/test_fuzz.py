@@ -18,7 +18,14 @@ def test_cases_are_of_every_kind():
     """Breaks if a seed names another case in another process, or a kind of block is never drawn."""
     cases = [fuzz.draw(seed) for seed in SEEDS]
     assert cases == [fuzz.draw(seed) for seed in SEEDS]
-    for name, kinds in (("recipe", 4), ("way", 3), ("given", 3), ("buffer_factor", 6), ("quantized", 2), ("remat", 2)):
+    for name, kinds in (
+        ("recipe", 4),
+        ("way", 3),
+        ("given", 3),
+        ("buffer_factor", 6),
+        ("quantized", 2),
+        ("remat", 2),
+    ):
         assert len({getattr(case, name) for case in cases}) == kinds, name
     configs = [case.config for case in cases]
     assert len({c.activation for c in configs}) == len((*fuzz.GATED, *fuzz.UNGATED))
@@ -41,7 +48,7 @@ def test_a_wrong_gradient_is_seen(seed):
     assert cast(Any, programs.ours)._cache_size() == 1
 
     def without_gradient(inputs):
-        return (found := programs.ours(inputs)) | dict(wi=0 * found["wi"])
+        return (results := programs.ours(inputs)) | dict(wi=0 * results["wi"])
 
     wrong, errors = fuzz.check(case, programs._replace(ours=without_gradient), inputs)
     assert not wrong and errors["wi"][0] == 1.0 > errors["wi"][1]

@@ -34,12 +34,17 @@ def test_intervals_of_any_kind():
     """Breaks if a union or an intersection differs from the set of the nanoseconds that it covers."""
     rng = np.random.default_rng(0)
     for _ in range(1000):
-        a, b = some_intervals(rng), some_intervals(rng)
-        joined, shared = union(a), intersect(union(a), union(b))
+        a = some_intervals(rng)
+        b = some_intervals(rng)
+        joined = union(a)
+        shared = intersect(union(a), union(b))
         assert ticks(joined) == ticks(a) and length(joined) == len(ticks(a))
         assert ticks(shared) == ticks(a) & ticks(b) and length(shared) == len(ticks(a) & ticks(b))
-        for found in (joined, shared):
-            assert all(before[1] < after[0] for before, after in zip(found, found[1:], strict=False)) or found is shared
+        for results in (joined, shared):
+            assert (
+                all(before[1] < after[0] for before, after in zip(results, results[1:], strict=False))
+                or results is shared
+            )
 
 
 def test_overlaps_of_any_kernels():
@@ -54,20 +59,21 @@ def test_overlaps_of_any_kernels():
         ]
         for one in overlaps(kernels):
             mine = [k for k in kernels if k.device == one.device]
-            at = {kind: ticks((k.start, k.end) for k in mine if k.kind == kind) for kind in NAMES}
-            wire = {kind: at[kind] for kind in NAMES if kind not in ("compute", "copy")}
-            first, last = min(k.start for k in mine), max(k.end for k in mine)
+            busy = {kind: ticks((k.start, k.end) for k in mine if k.kind == kind) for kind in NAMES}
+            wire = {kind: busy[kind] for kind in NAMES if kind not in ("compute", "copy")}
+            start = min(k.start for k in mine)
+            last = max(k.end for k in mine)
             ns = {name: pytest.approx(1e-6 * value) for name, value in {
-                "ms": last - first,
-                "compute_ms": len(at["compute"]),
-                "idle_ms": last - first - len(set().union(*at.values())),
-                "exposed_ms": len(set().union(*wire.values()) - at["compute"]),
+                "ms": last - start,
+                "compute_ms": len(busy["compute"]),
+                "idle_ms": last - start - len(set().union(*busy.values())),
+                "exposed_ms": len(set().union(*wire.values()) - busy["compute"]),
             }.items()}  # fmt: skip
             assert {name: getattr(one, name) for name in ns} == ns
             for row in one.kinds[1:]:
                 assert row.count == sum(k.kind == row.kind for k in mine)
-                assert row.hidden_ms == pytest.approx(1e-6 * len(wire[row.kind] & at["compute"]))
-                assert row.exposed_ms == pytest.approx(1e-6 * len(wire[row.kind] - at["compute"]))
+                assert row.hidden_ms == pytest.approx(1e-6 * len(wire[row.kind] & busy["compute"]))
+                assert row.exposed_ms == pytest.approx(1e-6 * len(wire[row.kind] - busy["compute"]))
             exposed = [row.exposed_ms for row in one.kinds[1:]]
             assert exposed == sorted(exposed, reverse=True)
 
@@ -87,7 +93,11 @@ def test_overlaps_of_any_kernels():
         ("ncclDevKernel_Unknown_Kernel", "psum.3", "all-reduce"),
         ("ncclDevKernel_Broadcast_RING_LL", "", "other collective"),
         ("stream_executor::gpu::RaggedAllToAllKernelImpl", "", "ragged-all-to-all"),
-        ("void stream_executor::gpu::MultiGpuBarrierKernelImpl<8>", "custom-call.4", "moax exchange"),
+        (
+            "void stream_executor::gpu::MultiGpuBarrierKernelImpl<8>",
+            "custom-call.4",
+            "moax exchange",
+        ),
         ("MemcpyP2P", "all-gather-start.1", "all-gather"),
         ("loop_add_fusion", "all_gather_fusion.1", "compute"),
         ("input_all-reduce_fusion", "loop_fusion", "compute"),
@@ -101,11 +111,12 @@ def test_kinds(name, op, kind):
 
 def profile(*events: tuple[str, str, int, int], device: int = 0) -> str:
     """A profile, in protobuf's text, with each (kernel, op, start, end) in us on a stream of its own."""
-    lines, names = [], []
+    lines = []
+    names = []
     for i, (name, op, start, end) in enumerate(events, 10):
         stat = f'stats {{ metadata_id: 1 str_value: "{op}" }}' if op else ""
-        at = f"offset_ps: {start * 10**6} duration_ps: {(end - start) * 10**6}"
-        lines.append(f'lines {{ name: "Stream #{i}(Compute)" events {{ metadata_id: {i} {at} {stat} }} }}')
+        times = f"offset_ps: {start * 10**6} duration_ps: {(end - start) * 10**6}"
+        lines.append(f'lines {{ name: "Stream #{i}(Compute)" events {{ metadata_id: {i} {times} {stat} }} }}')
         names.append(f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}')
     whole = 'lines { name: "XLA Modules" events { metadata_id: 10 offset_ps: 0 duration_ps: 90000000 } }'
     stats = 'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }'
@@ -123,7 +134,11 @@ def test_reads_the_newest_profile_of_all_hosts(tmp_path):
     save(runs / "old", "a", profile(("old", "", 0, 9)))
     os.utime(runs / "old" / "a.xplane.pb", (1, 1))
     host = 'planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 9 } } }'
-    save(runs / "new", "a", host + profile(("nccl", "all-gather-start.1", 10, 30), ("product", "", 20, 50)))
+    save(
+        runs / "new",
+        "a",
+        host + profile(("nccl", "all-gather-start.1", 10, 30), ("product", "", 20, 50)),
+    )
     assert read_profile(tmp_path) == [
         Kernel("GPU:0", "nccl", "all-gather-start.1", 10_000, 30_000),
         Kernel("GPU:0", "product", "", 20_000, 50_000),
@@ -141,8 +156,8 @@ def test_command(tmp_path, capsys):
     assert "GPU:1" in said and "75%" in said
     assert "all-gather         0.5  2.000   1.500    0.500" in said, said
     assert said.strip() == overlap_table(overlaps(read_profile(tmp_path), 2))
-    (first, _) = overlaps(read_profile(tmp_path / "host.xplane.pb"))
-    assert first.exposed_ms == 1 and first.kinds[1].hidden_ms == 3
+    (of_device, _) = overlaps(read_profile(tmp_path / "host.xplane.pb"))
+    assert of_device.exposed_ms == 1 and of_device.kinds[1].hidden_ms == 3
 
 
 def test_errors(tmp_path, capsys):

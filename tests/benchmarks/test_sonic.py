@@ -24,13 +24,21 @@ ONCE = Repeats(1, 1)
 
 
 def gpu(available: bool, generation: int):
-    return types.SimpleNamespace(is_available=lambda: available, get_device_capability=lambda: (generation, 0))
+    return types.SimpleNamespace(
+        is_available=lambda: available,
+        get_device_capability=lambda: (generation, 0),
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "installed", "cuda", "why"),
     [
-        (dataclasses.replace(CONFIG, use_bias=True), ("torch", "sonicmoe"), gpu(True, 9), "SonicMoE's layer cannot"),
+        (
+            dataclasses.replace(CONFIG, use_bias=True),
+            ("torch", "sonicmoe"),
+            gpu(True, 9),
+            "SonicMoE's layer cannot",
+        ),
         (CONFIG, (), gpu(True, 9), "PyTorch is not installed"),
         (CONFIG, ("torch",), gpu(True, 9), "SonicMoE is not installed"),
         (CONFIG, ("torch", "sonicmoe"), gpu(False, 9), "SonicMoE is measured on a Hopper GPU"),
@@ -39,7 +47,11 @@ def gpu(available: bool, generation: int):
 )
 def test_where_it_cannot_run_a_row_says_so(config, installed, cuda, why, monkeypatch, capsys):
     """Breaks if another layer is timed as this block, or if a machine without the peer is no answer but an error."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: name if name in installed else None,
+    )
     monkeypatch.setattr(sonic, "torch", types.SimpleNamespace(cuda=cuda, device=None))
     monkeypatch.setattr(sonic, "serve", None)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
@@ -51,13 +63,20 @@ def test_where_it_cannot_run_a_row_says_so(config, installed, cuda, why, monkeyp
 
 def plain(x, router, w1, b1, w2, b2, top_k, stream, activation, inference, *, gate: int = 0):
     """SonicMoE's public function as its documentation has it: w1 [2 F, H, E] with gate and up in turn, w2 [H, F, E]."""
-    assert b1 is None and b2 is None and activation == "swiglu" and inference == (not torch.is_grad_enabled())
+    assert b1 is None
+    assert b2 is None
+    assert activation == "swiglu"
+    assert inference == (not torch.is_grad_enabled())
     assert w1.stride() == (w1.shape[1], 1, w1.shape[0] * w1.shape[1]) and w2.stride(1) == 1
     logits = torch.nn.functional.linear(x, router)
     best, chosen = logits.topk(top_k)
     h = torch.einsum("th,fhe->tef", x, w1)
     a = torch.nn.functional.silu(h[..., gate::2]) * h[..., 1 - gate :: 2]
-    weights = torch.zeros_like(logits, dtype=torch.float32).scatter(1, chosen, best.float().softmax(-1))
+    weights = torch.zeros_like(logits, dtype=torch.float32).scatter(
+        1,
+        chosen,
+        best.float().softmax(-1),
+    )
     y = torch.einsum("tef,hfe->teh", a, w2)
     return (weights[..., None] * y).sum(1).to(x.dtype), logits, None
 
@@ -79,16 +98,21 @@ def test_the_layer_is_checked_and_measured(monkeypatch, capsys):
     """Breaks if the peer gets weights in another layout than its own, is timed without a check of every gradient, or
     counts weights among what forward keeps."""
     for tokens, answer in zip((32, 64), said_by(monkeypatch, capsys, plain), strict=True):
-        assert answer["tokens"] == tokens and answer["impl"] == "sonic-moe 0.1" and "note" not in answer
-        assert answer["fwd+bwd"]["us"] > 0 < answer["fwd"]["us"] and answer["fwd"]["path"] == "quack 1"
-        assert set(answer["fwd"]["distances"]) == {"y", "dx", "router", "wi", "wo", "y of inference"}
+        assert answer["tokens"] == tokens
+        assert answer["impl"] == "sonic-moe 0.1"
+        assert "note" not in answer
+        assert answer["fwd+bwd"]["us"] > 0 < answer["fwd"]["us"]
+        assert answer["fwd"]["path"] == "quack 1"
+        expected = {"y", "dx", "router", "wi", "wo", "y of inference"}
+        assert set(answer["fwd"]["distances"]) == expected
         assert all(0 < error < sonic.LIMIT for error in answer["fwd"]["distances"].values())
         memory = answer["memory"]
         assert memory["params_bytes"] == 2 * 8 * (32 + 3 * 16 * 32) and memory["peak_bytes"] is None
         # `plain` keeps h of all experts, and what softmax and sums need; x alone has 64 bytes a token.
-        assert 64 * tokens < memory["saved_bytes"] and memory["saved_needed_bytes"]["rows"] == 2 * tokens * 2 * 32
-    kept = [answer["memory"]["saved_bytes"] for answer in said_by(monkeypatch, capsys, plain)]
-    assert kept[1] == 2 * kept[0]  # Weights would not double with the tokens.
+        assert 64 * tokens < memory["saved_bytes"]
+        assert memory["saved_needed_bytes"]["rows"] == 2 * tokens * 2 * 32
+    saved = [answer["memory"]["saved_bytes"] for answer in said_by(monkeypatch, capsys, plain)]
+    assert saved[1] == 2 * saved[0]  # Weights would not double with the tokens.
 
 
 @TORCH
@@ -103,5 +127,9 @@ def test_a_wrong_layer_is_not_timed(wrong, monkeypatch, capsys):
         return (2 * y if wrong == "inference" and args[-1] else y, *rest)
 
     for answer in said_by(monkeypatch, capsys, layer):
-        named = {"gate and up": "y off by", "inference": "y of inference off by 1.0", "gradients": "wi off by 1.0"}
+        named = {
+            "gate and up": "y off by",
+            "inference": "y of inference off by 1.0",
+            "gradients": "wi off by 1.0",
+        }
         assert named[wrong] in answer["note"] and "fwd" not in answer

@@ -26,7 +26,10 @@ from support import rel_norm
 
 pytestmark = pytest.mark.more
 
-TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+TORCH = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="PyTorch is not installed",
+)
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 NAMES = ("y", "dx", "router", "wi", "wo")
 CASES = {  # router, dtype, recipe, limit: sums in another order, 8 bits, 4 bits
@@ -38,8 +41,8 @@ CASES = {  # router, dtype, recipe, limit: sums in another order, 8 bits, 4 bits
 
 
 def request(mesh: dict, config=CONFIG, recipe: str = "none", tokens=(32,)) -> dict:
-    how = block.How(tuple(mesh.items()))
-    return how.request(block.Block("a", config), recipe, Repeats(1, 1), tokens)
+    settings = block.How(tuple(mesh.items()))
+    return settings.request(block.Block("a", config), recipe, Repeats(1, 1), tokens)
 
 
 @functools.cache
@@ -50,9 +53,15 @@ def problem(name: str):
     params = moax.init(jax.random.key(0), config)
     if name == "one":
         x = jnp.abs(x)
-        params = dataclasses.replace(params, router=jnp.zeros((32, 8)).at[:, 5].set(0.05).at[:, 6].set(0.02))
+        params = dataclasses.replace(
+            params,
+            router=jnp.zeros((32, 8)).at[:, 5].set(0.05).at[:, 6].set(0.02),
+        )
     if CASES[name][1] == "bfloat16":  # the same experts chosen
-        x, dy, params = jax.tree.map(lambda v: v.astype(jnp.bfloat16).astype(jnp.float32), (x, dy, params))
+        x, dy, params = jax.tree.map(
+            lambda v: v.astype(jnp.bfloat16).astype(jnp.float32),
+            (x, dy, params),
+        )
     return config, x, dy, params
 
 
@@ -68,10 +77,10 @@ def save_cases(folder: Path) -> None:
     saved = {"names": json.dumps(list(CASES))}
     for name, (_, dtype, recipe, _) in CASES.items():
         config, x, dy, params = problem(name)
-        how = {"config": dataclasses.asdict(config), "dtype": dtype, "recipe": recipe}
+        settings = {"config": dataclasses.asdict(config), "dtype": dtype, "recipe": recipe}
         arrays = {"x": x, "dy": dy, "router": params.router, "wi": params.wi, "wo": params.wo}
         saved |= {f"{name} {key}": np.asarray(value) for key, value in arrays.items()}
-        saved[f"{name} how"] = json.dumps(how)
+        saved[f"{name} how"] = json.dumps(settings)
     np.savez(folder / "cases.npz", **saved)
 
 
@@ -81,25 +90,35 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
     """Breaks if what moax is timed beside computes something else, has other gradients, or gives the fp8 kernel other
     operands than it takes; or if the worker would time a layer whose gradients are wrong."""
     save_cases(tmp_path)
-    program = torch_block.torchrun(fsdp * ep, "support.torch_ranks", str(tmp_path), str(fsdp), str(ep))
+    program = torch_block.torchrun(
+        fsdp * ep,
+        "support.torch_ranks",
+        str(tmp_path),
+        str(fsdp),
+        str(ep),
+    )
     env = environment(PYTHONPATH=str(ROOT / "tests"))
     done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [np.load(tmp_path / f"{rank}.npz") for rank in range(fsdp * ep)]
-    in_order = [found[f * ep + e] for e in range(ep) for f in range(fsdp)]
+    results = [np.load(tmp_path / f"{rank}.npz") for rank in range(fsdp * ep)]
+    in_order = [results[f * ep + e] for e in range(ep) for f in range(fsdp)]
     for name, (*_, limit) in CASES.items():
         for key in NAMES:
-            parts = [of[f"{name} {key}"] for of in (in_order if key in ("wi", "wo") else found)]
+            parts = [arrays[f"{name} {key}"] for arrays in (in_order if key in ("wi", "wo") else results)]
             got = parts[0] if key == "router" else np.concatenate(parts)
             want = np.asarray(expected(name)[key])
             error = rel_norm(got.reshape(want.shape), want, per=0 if key in ("wi", "wo") else None)
             assert error <= limit, f"{name} {key}: {error:.2e} > {limit:.0e}"
-        if f"{name} wrong" in found[0]:
-            assert not str(found[0][f"{name} wrong"])
-            assert "wi off by 1.0e+00" in str(found[0][f"{name} broken"])
-    right, *rest = (json.loads(str(found[0][of])) for of in ("right", "not right", "fails"))
+        if f"{name} wrong" in results[0]:
+            assert not str(results[0][f"{name} wrong"])
+            assert "wi off by 1.0e+00" in str(results[0][f"{name} broken"])
+    right, *rest = (json.loads(str(results[0][arrays])) for arrays in ("right", "not right", "fails"))
     assert right["fwd+bwd"]["us"] > right["fwd"]["us"] > 0 and not right["note"]
-    for answer, why in zip(rest, ("it is not the layer: wi off by 1.0e+00", "it does not run: "), strict=True):
+    for answer, why in zip(
+        rest,
+        ("it is not the layer: wi off by 1.0e+00", "it does not run: "),
+        strict=True,
+    ):
         assert answer["note"].startswith(why) and "fwd" not in answer
 
 
@@ -107,11 +126,13 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
 @pytest.mark.loose
 def test_block_of_torch():
     """Breaks if the processes of the peer do not measure it, or say what block does not read."""
-    how = block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
-    fwd, both = block.rows(list(block.TINY), [how], Repeats(1, 3), {})
-    assert (fwd.impl, fwd.direction, fwd.path, both.direction) == ("torch", "fwd", "eager", "fwd+bwd"), both.note
+    settings = block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
+    fwd, both = block.rows(list(block.TINY), [settings], Repeats(1, 3), {})
+    expected = ("torch", "fwd", "eager", "fwd+bwd")
+    assert (fwd.impl, fwd.direction, fwd.path, both.direction) == expected, both.note
     assert both.us > fwd.us > 0 and not both.note
-    assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)  # bf16: the router, one of four experts
+    # The bf16 weights are the router and one of four experts.
+    assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)
 
 
 @TORCH
@@ -139,9 +160,17 @@ def test_torch_on_gpus(recipe):
         (dict(activation="swiglu_oai"), dict(fsdp=2, ep=2), "activation='swiglu_oai'"),
         (dict(use_bias=True), dict(fsdp=2, ep=2), "use_bias"),
         (dict(router=moax.RouterConfig(logits_bias=True)), dict(fsdp=2, ep=2), "a bias or groups"),
-        (dict(router=moax.RouterConfig(score="sigmoid")), dict(fsdp=2, ep=2), "a router other than"),
+        (
+            dict(router=moax.RouterConfig(score="sigmoid")),
+            dict(fsdp=2, ep=2),
+            "a router other than",
+        ),
         (dict(top_k=1), dict(fsdp=2, ep=2), "a router other than"),
-        (dict(router=moax.RouterConfig(num_groups=2, top_groups=1)), dict(fsdp=2, ep=2), "a bias or groups"),
+        (
+            dict(router=moax.RouterConfig(num_groups=2, top_groups=1)),
+            dict(fsdp=2, ep=2),
+            "a bias or groups",
+        ),
         (dict(num_experts=6), dict(fsdp=2, ep=2), "6 experts on 4 devices"),
         ({}, dict(dp=2, fsdp=1, ep=2), "a mesh of"),
     ],
@@ -183,7 +212,8 @@ class Said:
     kernels = {"sonic": {"kernel_us": 2.0, "event_us": 2.5}, "block_worker": {"kernel_us": 1.0}}
 
     def __init__(self, module, request):
-        self.module, self.recipe = module.rpartition(".")[2], request["recipe"]
+        self.module = module.rpartition(".")[2]
+        self.recipe = request["recipe"]
         Said.asked.append((self.module, self.recipe))
 
     def wait(self):
@@ -194,7 +224,13 @@ class Said:
     def measure(self):
         peer = self.module == "sonic"
         measured = {"us": 3.0 if peer else self.us[self.recipe], "path": "compiled"} | self.kernels.get(self.module, {})
-        answer = {"tokens": 64, "note": "a note", "memory": {}, "fwd": measured, "fwd+bwd": measured}
+        answer = {
+            "tokens": 64,
+            "note": "a note",
+            "memory": {},
+            "fwd": measured,
+            "fwd+bwd": measured,
+        }
         return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
 
 
@@ -230,7 +266,8 @@ def test_rows_of_peers(how, asked, peers, monkeypatch, capsys):
     rows = [row for row in block.rows(list(block.TINY), [how], Repeats(1, 1), {}) if row.direction == "fwd"]
     assert Said.asked == asked and [row.peers for row in rows] == peers
     names = {"sonic": "sonic-moe 0.1", "torch_block": "torch", "block_worker": "moax"}
-    assert [(row.impl, row.recipe) for row in rows] == [(names[who], recipe) for who, recipe in asked]
+    expected = [(names[who], recipe) for who, recipe in asked]
+    assert [(row.impl, row.recipe) for row in rows] == expected
     assert rows[0].path == "compiled" and rows[0].note == "a note"
     report.show({"device": "", "limits": {}}, rows)
     said = capsys.readouterr().out

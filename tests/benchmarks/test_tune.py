@@ -49,7 +49,9 @@ def keep(home, text: str) -> Path:
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: f"{case.name} G{case.groups}")
 def test_group_sizes(case):
     """Sizes that do not sum to M would count work that is not done; another seed would not compare between runs."""
-    assert case.sizes.sum() == case.rows and case.sizes.min() >= 0 and len(case.sizes) == case.groups
+    assert case.sizes.sum() == case.rows
+    assert case.sizes.min() >= 0
+    assert len(case.sizes) == case.groups
     np.testing.assert_array_equal(case.sizes, dataclasses.replace(case).sizes)
     if case.distribution == "uniform":
         assert case.sizes.max() - case.sizes.min() <= 1
@@ -80,7 +82,8 @@ def test_timing_awaits_every_output(time):
 
 def test_quantized_operands(problem):
     """The operands that are timed stand for the bf16 ones, in the layout that the kernels take."""
-    x, w = problem.x[:, :96], problem.w[:, :96]
+    x = problem.x[:, :96]
+    w = problem.w[:, :96]
     for operand, want in (
         (quantize_rows(x), x),
         (quantize_rows(x.T), x.T),
@@ -99,7 +102,8 @@ def test_tune_keeps_the_fastest_tiles(home, monkeypatch, capsys):
     devices, writes into the installed package, or if kernels do not take what it found."""
     assert tune.main([]) == 1
     assert "needs an NVIDIA Hopper GPU" in capsys.readouterr().err
-    before, key = tiles.TABLE.read_bytes(), tiles.tile_key(*SHAPE)
+    before = tiles.TABLE.read_bytes()
+    key = tiles.tile_key(*SHAPE)
     path = keep(home, json.dumps({H200: {"slow": [64, 2]}, "cpu": {"of": [64, 2]}}))
 
     def measured(problem, op, direction):
@@ -126,12 +130,20 @@ def test_user_table_goes_before_the_packaged_one(home):
     tiles.read_table.cache_clear()
     assert tiles.pick_tile(*SHAPE, H200) == TileConfig(128, 5)
     assert tiles.pick_tile(*SHAPE, "NVIDIA H100") == tiles.pick_tile(*SHAPE)
-    found = tiles.read_table()
-    assert found[H200] == packaged[H200] | mine and set(found) == {*packaged, "another"}
+    table = tiles.read_table()
+    assert table[H200] == packaged[H200] | mine and set(table) == {*packaged, "another"}
 
 
 @pytest.mark.parametrize(
-    "text", ("{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"a": [1]}}', '{"NVIDIA H200": {"a": [1, "b"]}}', "\x00")
+    "text",
+    (
+        "{",
+        "[]",
+        '{"NVIDIA H200": 3}',
+        '{"NVIDIA H200": {"a": [1]}}',
+        '{"NVIDIA H200": {"a": [1, "b"]}}',
+        "\x00",
+    ),
 )
 def test_corrupt_user_table_is_a_logged_line(home, caplog, text):
     """Breaks if a broken file in the user's cache folder stops a program, or is passed over without a word."""
@@ -149,6 +161,5 @@ def test_tune_refuses_a_table_that_it_cannot_read(home, monkeypatch, capsys):
     pretend(monkeypatch)
     assert tune.main(["--only", "mixtral"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said.startswith(f"python -m benchmarks.tune: error: {path}: the file is no JSON: ") and path.read_text() == "{"
-    )
+    assert said.startswith(f"python -m benchmarks.tune: error: {path}: the file is no JSON: ")
+    assert path.read_text() == "{"

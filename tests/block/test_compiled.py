@@ -121,13 +121,13 @@ def test_quantizing_after_the_gather_is_caught():
     mesh, form = make_mesh("2x4", "shard_map"), RECIPES["fp8_block"].w
 
     def early(w):  # right: the shard's bytes cross
-        q = quantize_local(w, form, form.weight_block(3, "rows"))
+        q = quantize_local(w, form, form.weight_block(3, "fprop"))
         data, scale = (lax.all_gather(v, "fsdp", axis=0, tiled=True) for v in (q.data, q.scale))
         return dequantize_local(dataclasses.replace(q, data=data, scale=scale)).sum(0)
 
     def late(w):  # wrong: the weight crosses, then every rank quantizes it
         w = lax.all_gather(w, "fsdp", axis=0, tiled=True)
-        return dequantize_local(quantize_local(w, form, form.weight_block(3, "rows"))).sum(0)
+        return dequantize_local(quantize_local(w, form, form.weight_block(3, "fprop"))).sum(0)
 
     at = PartitionSpec(("ep", "fsdp"))
     w = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, at))

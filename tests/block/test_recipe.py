@@ -97,9 +97,9 @@ def test_the_largest_value(dtype):
 )
 def test_blocks_of_rows(format, rows_of, columns_of):
     """Breaks if a block of rows [M, G, F] does not run along the dim that the product contracts."""
-    assert format.row_block(3, "rows") == rows_of
-    assert format.row_block(3, "columns") == columns_of
-    assert format.row_block(2, "columns") == (columns_of[0], columns_of[2])
+    assert format.row_block(3, "wgrad") == rows_of
+    assert format.row_block(3, "fprop") == columns_of
+    assert format.row_block(2, "dgrad") == (columns_of[0], columns_of[2])
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_blocks_of_weights(name, forward, dgrad):
     """Breaks if a weight [E, H, G, F] shares a scale between experts or gates, or if 128 x 128 blocks read otherwise by
     columns than by rows."""
     w = RECIPES[name].w
-    assert w.weight_block(4, "rows") == forward
-    assert w.weight_block(4, "columns") == dgrad
-    assert w.weight_block(3, "rows") == (forward[0], forward[1], forward[3])
+    assert w.weight_block(4, "fprop") == forward
+    assert w.weight_block(4, "dgrad") == dgrad
+    assert w.weight_block(3, "fprop") == (forward[0], forward[1], forward[3])
 
 
 def test_frozen_and_hashable():

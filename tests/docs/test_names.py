@@ -1,91 +1,102 @@
-"""What README.md, CONTRIBUTING.md, benchmarks/README.md and docs/ name in code type is there.
+"""Names in code type on the pages: files, names of moax, modules that run and targets of the Makefile exist.
 
-Covers: files of the repository, names of moax, modules that `python -m` runs, targets of the Makefile; messages of the
-log that no CPU prints.
+Covers: README.md, CONTRIBUTING.md, benchmarks/README.md and docs/.
 """
 
+import importlib
 import importlib.util
-import pkgutil
 import re
-import types
+from collections.abc import Iterator
 
 import pytest
 
-from moax import checks, kernels
-from moax.block.experts import OVERLAP_HINT
-from moax.kernels import device
 from support import pages
 
 pytest.importorskip("flax")
 
+import moax
+
 ROOT = pages.ROOT
-PATHS = [*pages.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
-FOLDERS = ("", "src/moax", "benchmarks/results")  # from which pages name files
-# Files that the repository does not hold: programs write them, and published checkpoints have them.
-ELSEWHERE = re.compile(r"[~/]|runs/|\.trainer/|(comparison|gradients|config)\.json$")
-TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.M))
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *pages.PAGES]
+FOLDERS = ("benchmarks", "docs", "examples", "lm", "scripts", "src", "tests")
+FILES = {path.name for path in ROOT.iterdir()} | {path.name for top in FOLDERS for path in (ROOT / top).rglob("*.*")}
+BASES = ("", "src/moax", "benchmarks")  # what a path on a page starts from
+WRITTEN = {"comparison.json", "config.json", "gradients.json"}  # what programs write and read elsewhere
+TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M))
+SHORT = {"stats": "moax.MoEStats", "params": "moax.MoEParams"}  # what pages call such a value
+SHORT |= {name: f"moax.{name}" for name in ("estimate", "hf", "inspect", "lora", "ops")}
+SHORT |= {name: f"moax.{name}" for name in dir(moax) if isinstance(getattr(moax, name), type)}
+
+FILE = r"(?<![\w./~*-])((?:[\w-]+/)*[\w-]+\.(?:py|json|md|sh|toml|txt|yaml|svg)|(?:[\w-]+/)+)(?![\w/*.-])"
+NAME = r"(?<![\w./])((?:moax|" + "|".join(SHORT) + r")(?:\.[a-zA-Z]\w*)+)"
 
 
-def code(text: str) -> list[str]:
-    """Returns what a page has in code type, without its fenced blocks."""
-    prose = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.M | re.S)
-    return [" ".join(found.split()) for found in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+def code(text: str) -> Iterator[str]:
+    """Yields what is in code type between the blocks of a page, each on one line."""
+    for found in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        yield " ".join(found.split())
 
 
-def is_a_file(name: str, page) -> bool:
-    """Whether a file of the repository has the path; a name without a folder may be that of a file of any folder."""
-    if any((ROOT / folder / name).exists() for folder in FOLDERS) or (page.parent / name).exists():
-        return True
-    folders = ("src", "examples", "tests", "lm", "benchmarks", "scripts")
-    return "/" not in name and any(True for folder in folders for _ in (ROOT / folder).rglob(name))
-
-
-def is_a_name(name: str) -> bool:
-    try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def missing(text: str, page=ROOT / "README.md") -> list[str]:
-    """Returns what the code type of a page names, and what is not there."""
+def missing(text: str) -> list[str]:
+    """Returns the names in code type of a page that do not exist."""
     found = []
-    for span in code(text):
-        for name in re.findall(r"(?<![\w./~*-])([\w./~-]*\w\.(?:py|md|sh|json|toml|svg|txt))(?![\w*])", span):
-            if not ELSEWHERE.match(name) and not is_a_file(name, page):
-                found.append(f"file {name}")
-        for name in re.findall(r"(?<![\w./])moax(?:\.[A-Za-z_]\w*)+", span):
-            if not is_a_name(name):
-                found.append(f"name {name}")
-        for name in re.findall(r"\bpython -m ((?:moax|lm|benchmarks)[\w.]*)", span):
-            if importlib.util.find_spec(name) is None:
-                found.append(f"module {name}")
-        if (target := re.match(r"make ([a-z][\w-]*)", span)) and target[1] not in TARGETS:
-            found.append(f"target {target[1]}")
+    for part in code(text):
+        found += [path for path in re.findall(FILE, part) if not is_file(path)]
+        found += [name for name in re.findall(NAME, re.sub(FILE, "", part)) if not is_name(name)]
+        found += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", part) if name not in TARGETS]
+        found += [f"-m {name}" for name in re.findall(r"\bpython -m ([\w.]+)", part) if not is_module(name)]
+    found += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", text, re.M) if name not in TARGETS]
     return found
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_names_are_there(path):
-    """Breaks if a page names a file, a name of moax, a module or a target that is gone or never was."""
-    assert not missing(path.read_text(encoding="utf-8"), path)
+def is_file(path: str) -> bool:
+    """Whether a path is one of the repository; a name alone may be that of any file."""
+    if "/" not in path:
+        return path in FILES or path in WRITTEN
+    return path.startswith("runs/") or any((ROOT / base / path).exists() for base in BASES)
 
 
-def test_what_is_gone_is_found():
-    """Breaks if the tests here pass by reading nothing."""
-    gone = "`examples/gone.py`, `ops/gone.py`, `moax.gone`, `moax.Axes.gone()`, `python -m lm.gone`, `make gone`"
-    assert len(missing(gone)) == 6
-    there = "`block/chain.py`, `chain.py`, `wire.json`, `moax.ops.dense(x)`, `python -m benchmarks x`, `make test-more`"
-    assert not missing(there) and not missing("```python\n`moax.gone`\n```\n")
+def is_name(name: str) -> bool:
+    """Whether a name of moax is an attribute, a module or a field, as `moax.ops.dense` and `stats.dropped` are."""
+    first, _, rest = name.partition(".")
+    *path, last = f"{SHORT.get(first, first)}.{rest}".split(".")
+    value = importlib.import_module(path[0])
+    for part in path[1:]:
+        if not hasattr(value, part) and not is_module(f"{value.__name__}.{part}"):
+            return False
+        value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
+    fields = getattr(value, "__dataclass_fields__", {})
+    return hasattr(value, last) or last in fields or is_module(f"{getattr(value, '__name__', '')}.{last}")
 
 
-def test_messages_are_those_of_the_log(monkeypatch, caplog):
-    """Breaks if docs/how-to/troubleshooting.md quotes a line that moax does not log on a GPU."""
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
-    for module in (device, kernels):
-        monkeypatch.setattr(module, "find_device", lambda: gpu)
-    checks.log_once.cache_clear()
-    assert kernels.select_kernels("auto", "float32") == "xla"
-    blocks = pages.read(ROOT / "docs" / "how-to" / "troubleshooting.md")
-    assert [block.text for block in blocks if block.language == "text"] == [*caplog.messages, OVERLAP_HINT]
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_exist(path):
+    """Breaks if a page names a file, an attribute of moax, a module or a target of the Makefile that is gone."""
+    assert not missing(path.read_text(encoding="utf-8"))
+
+
+GONE = ["examples/gone.py", "gone.py", "gone/", "moax.gone", "moax.ops.gone", "stats.gone", "Axes.gone", "lora.gone"]
+GONE += ["make gone", "python -m lm.gone"]
+THERE = [
+    "examples/multi_host.py",
+    "wire.json",
+    "block/",
+    "results/wire.json",
+    "moax.hf.params_from_hf(moax.hf.Checkpoint)",
+]
+THERE += ["moax.ops.matmul", "stats.dropped", "Axes.ep", "make check-sass", "python -m lm train", "model.gone"]
+
+
+def test_a_name_that_is_gone_is_found():
+    """Breaks if the check sees no name that is gone, or takes a name that exists for one that is gone."""
+    for name in GONE:
+        assert [found.split()[-1] for found in missing(f"It is `{name}`.")] == [name.split()[-1]]
+    assert missing("```sh\nmake gone\n```\n") == ["make gone"]
+    assert missing("".join(f"It is `{name}`.\n" for name in THERE)) == []

@@ -47,15 +47,15 @@ def inputs(name, width):
     return arrays[0].at[3, 4].set(jnp.nan).at[140, 7].set(jnp.inf), arrays[1], weights
 
 
-def check(got, want, format=None, contracted="columns", used=HALVES):
+def check(got, want, format=None, use="dgrad", used=HALVES):
     """In `used` rows most values are what XLA makes of `want`, the others a step off; scales to bf16's rounding."""
     got = got if format else (got[:used], None)
     real, rtol, atol = jnp.asarray(REAL[:used]), 2.0**-7, 2.0**-20
     data, want = got[0], np.asarray(zero_rows(want[:used], real), np.float32)
     if format is not None:
-        q = quantize_local(zero_rows(jnp.asarray(want), real), format, format.row_block(2, contracted))
+        q = quantize_local(zero_rows(jnp.asarray(want), real), format, format.row_block(2, use))
         want, scale = np.asarray(jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), np.float32), q.scale
-        by_columns = contracted == "columns"
+        by_columns = use != "wgrad"
         want, scale = (want, scale.T) if by_columns else (want.T, scale)
         data = data[:used] if by_columns else data[:, :used]
         np.testing.assert_allclose(got[1][:, :used] if by_columns else got[1][: used // 128], scale, rtol=2.0**-7)
@@ -109,9 +109,9 @@ def test_gradient(name, width, tiles, of_h):
     got_a, *got_d_h, inner = interpret(run, h, d_a, SIZES, weights)
     a, pull = jax.vjp(lambda h: activate(grouped(h, name), name), h)
     (d_h,) = pull(scale_rows(d_a, weights, GROUPS))
-    check(got_a, scale_rows(a, weights, GROUPS), of_h and E4M3, "rows", used)
-    for got, contracted in zip(got_d_h, ("columns", "rows"), strict=False):
-        check(got, d_h, of_h, contracted, used)
+    check(got_a, scale_rows(a, weights, GROUPS), of_h and E4M3, "wgrad", used)
+    for got, use in zip(got_d_h, ("dgrad", "wgrad"), strict=False):
+        check(got, d_h, of_h, use, used)
     products = np.where(REAL[:, None], np.asarray(d_a, np.float64) * np.asarray(a, np.float64), 0)
     products = products.reshape(ROWS, tiles, -1)[:used]
     want, magnitude = products.sum(-1).T, np.abs(products).sum(-1).T

@@ -442,7 +442,7 @@ def test_a_block_that_shards_share_has_one_scale():
 
     def fn(w):
         gather = (), ("ep",), ()
-        q = gather_shard(quantize_shard(w, recipe, "rows", gather, ()), recipe, "rows", gather)
+        q = gather_shard(quantize_shard(w, recipe, "fprop", gather, ()), recipe, "fprop", gather)
         return q.data, q.scale
 
     mesh = make_mesh("2x4")

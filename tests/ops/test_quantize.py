@@ -78,10 +78,10 @@ def wide_range(seed, *shape):
     return np.where(rng.random(shape) < 0.05, 0.0, x).astype(np.float32)
 
 
-ROWS = [((5, 2880), "columns"), ((7, 200), "columns"), ((4, 1), "columns"), ((200, 3), "rows"), ((1, 9), "rows")]
-ROWS += [((6, 2, 96), "columns"), ((96, 2, 5), "rows")]
-WEIGHTS = [((2, 200, 96), "rows"), ((2, 200, 96), "columns"), ((3, 1, 130), "rows"), ((2, 96, 2, 200), "rows")]
-WEIGHTS += [((2, 96, 2, 200), "columns")]
+ROWS = [((5, 2880), "fprop"), ((7, 200), "fprop"), ((4, 1), "fprop"), ((200, 3), "wgrad"), ((1, 9), "wgrad")]
+ROWS += [((6, 2, 96), "fprop"), ((96, 2, 5), "wgrad")]
+WEIGHTS = [((2, 200, 96), "fprop"), ((2, 200, 96), "dgrad"), ((3, 1, 130), "fprop"), ((2, 96, 2, 200), "fprop")]
+WEIGHTS += [((2, 96, 2, 200), "dgrad")]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -89,8 +89,8 @@ def test_matches_numpy(name):
     """Every bit and every scale, rows and weights, blocks along either dim, edge blocks of 2880, 200, 96, 1
     included."""
     format = FORMATS[name]
-    for kind, (shape, contracted) in [*(("row", r) for r in ROWS), *(("weight", w) for w in WEIGHTS)]:
-        block = getattr(format, f"{kind}_block")(len(shape), contracted)
+    for kind, (shape, use) in [*(("row", r) for r in ROWS), *(("weight", w) for w in WEIGHTS)]:
+        block = getattr(format, f"{kind}_block")(len(shape), use)
         x = wide_range(0, *shape)
         q, narrow = jax.jit(lambda x, b=block: (q := quantize(x, format, block=b), dequantize(q)))(x)
         want = quantize_by_numpy(x, format, block)
@@ -217,7 +217,7 @@ def check_on_mesh(way, mesh, layout, name):
     shape, _, kind = LAYOUTS[layout]
     counts, at = shards_on(mesh, layout)
     format = FORMATS[name]
-    block = getattr(format, f"{kind}_block")(len(shape), "rows" if kind == "weight" else "columns")
+    block = getattr(format, f"{kind}_block")(len(shape), "fprop")
     x = wide_range(6, *shape)
 
     def forward(x, engine):
@@ -274,7 +274,7 @@ def test_collectives(way, layout, name):
     expert."""
     shape, entries, _ = LAYOUTS[layout]
     at, format = P(*entries), FORMATS[name]
-    block = format.weight_block(3, "rows")
+    block = format.weight_block(3, "fprop")
     forward = lambda x, engine: ((), quantize(x, format, block=block, x_spec=at, engine=engine).data)  # noqa: E731
     p = program(way, "2x4", forward, (wide_range(8, *shape),), (at,))
     found = p.under(lambda x: inspect.collectives(p.fn, x))

@@ -1,29 +1,26 @@
 """The programs of README.md and docs/**/*.md: what they are, and how they run as a reader would run them.
 
-A page is one session: its ```python blocks run in order in one namespace, in a process of its own. An ```output block
-after a block holds what that printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
+A page is one session: its ```python blocks run in order in a new interpreter, in an empty folder, without any variable
+of the environment that JAX, XLA or moax reads. An ```output block after a block holds what that printed, with ... for
+any text. A block after `<!-- not run: REASON -->` is not run.
 """
 
 from __future__ import annotations
 
 import doctest
-import functools
-import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
-SERVER = Path(__file__).with_name("page_server.py")
-# What a reader has not set: devices, platform, flags of XLA and of JAX.
-VARIABLES = re.compile(r"JAX_|XLA_|TF_|MOAX_|PYTHON|OPENBLAS_NUM_THREADS|OMP_NUM_THREADS")
+KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")  # a reader's variables, beside those that find moax
+END = "\x1e"  # A process prints this between the blocks of its page.
 
 
 @dataclass
@@ -84,34 +81,13 @@ def check(block: Block, printed: str) -> None:
 
 
 def run_page(path: Path) -> None:
-    """Runs the programs of a page as a reader would who pastes them, and compares what they print.
-
-    The page has a process of its own, in an empty folder, without the variables by which the tests choose devices and
-    flags. The cache of compiled programs is that of the tests, but for a page that prints the log: XLA asks for no
-    partition rule of a cached program, and some lines are those of rules.
-    """
+    """Runs the programs of a page, and compares what they print."""
     blocks = programs(path)
-    prints_log = any("logging." in block.text for block in blocks)
-    request = {
-        "path": str(path),
-        "blocks": [{"text": block.text, "line": block.line} for block in blocks],
-        "cache": None if prints_log else jax.config.jax_compilation_cache_dir,
-    }
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer = json.loads(server.stdout.readline() or '{"printed": [], "error": "the server of pages ended"}')
-    for block, text in zip(blocks, answer["printed"], strict=False):
-        check(block, text)
-    assert answer["error"] is None, answer["error"]
-
-
-@functools.cache
-def _server() -> subprocess.Popen:
-    """The process of `page_server.py` that runs the pages of this test worker; it ends with its input."""
-    kept = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
-    command = [sys.executable, "-W", "error", str(SERVER)]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=kept | {"PYTHONPATH": str(ROOT / "src")}
-    )
+    program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
+    command = [sys.executable, "-W", "error", "-c", program]
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": str(ROOT / "src")}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
+    for block, printed in zip(blocks, done.stdout.split(END), strict=True):
+        check(block, printed)

@@ -45,7 +45,7 @@ def test_cpu_text():
         "{'fsdp'}, dimensions={0}, use_global_device_ids=true, "
         'metadata={op_name="jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather" stack_frame_id=4}'
     )
-    op_name = 'jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather'
+    op_name = 'jit(<lambda>)/transpose(jvp())/"a"/all_gather'  # the text escapes quotes, the name has none of it
     assert c == Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, op_name)
 
 
@@ -438,6 +438,13 @@ def test_table():
         all-reduce                    fsdp,ep      1             7
         total                                      7           279"""
     assert inspect.table(sample()) == dedent(expected)
+
+
+def test_table_keeps_the_end_of_a_name():
+    """Breaks if a long name loses its end, which tells the op, or if its line grows."""
+    name = f"jit(step)/{'Layer/' * 20}moe/gather_weight"
+    *_, op = inspect.table([Collective("all-gather", "uint8", (8,), ("fsdp",), 2, 8, name)]).splitlines()[2].split()
+    assert op == "..." + name[-77:] and op.endswith("Layer/moe/gather_weight")
 
 
 def test_wrong_arguments(mesh):

@@ -63,6 +63,13 @@ class Residuals(NamedTuple):
     overflow: Int[Array, " 3"] | None = None
 
 
+class Sorting(NamedTuple):
+    """How received rows become sorted ones: the permutation, and the groups of the sorted rows."""
+
+    plan: Plan
+    groups: Groups
+
+
 class Halfway(NamedTuple):
     """What the first half of forward gives the second.
 
@@ -110,9 +117,16 @@ class HiddenGrad(NamedTuple):
 
 
 def forward_up(
-    p: BlockPlan, buffers: Round, received: Received, w: Weights[Array], wi: Operand, *, keep: bool, start=0
+    p: BlockPlan,
+    buffers: Round,
+    received: Received,
+    w: Weights[Array],
+    wi: Operand,
+    *,
+    keep: bool,
+    start=0,
 ) -> Halfway:
-    """Runs the first half of the chain, with wi gathered for matmuls over its rows.
+    """Runs the first half of the chain, with wi gathered for fprop.
 
     The round has the sorted rows from `start` on, and `keep` saves rows for the gradient of wi.
     """
@@ -121,7 +135,7 @@ def forward_up(
     plan, row_weights = lax.optimization_barrier(planned)
     num_rows = plan.gather_idx.shape[0]
     groups = implementation(p.kernels).find_groups(plan.group_sizes, buffers.permute.align, num_rows, p.expected)
-    rows, wgrad_rows = permute_quantize(p, received.rows, plan, groups, "x", columns=keep)  # [N, H]
+    rows, wgrad_rows = permute_quantize(p, received.rows, Sorting(plan, groups), "x", wgrad=keep)  # [N, H]
     h, a = expert_up(p, rows, wgrad_rows, wi, w, groups)  # [N, G, F]
     h = lax.optimization_barrier(h)
     saved = Residuals(wgrad_rows if keep else None, h, plan, row_weights, received.slots)
@@ -129,9 +143,14 @@ def forward_up(
 
 
 def forward_down(
-    p: BlockPlan, buffers: Round, received: Received, halfway: Halfway, w: Weights[Array], wo: Operand
+    p: BlockPlan,
+    buffers: Round,
+    received: Received,
+    halfway: Halfway,
+    w: Weights[Array],
+    wo: Operand,
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
-    """Runs the second half of the chain, with wo gathered for matmuls over its rows.
+    """Runs the second half of the chain, with wo gathered for fprop.
 
     Returns y [T, H], a partial sum where tp splits F; and the assignments that found no room in any round [1].
     """
@@ -158,24 +177,24 @@ def backward_down(
     dy: Float[Array, "T H"],
     total: Weights[Array | None],
 ) -> tuple[HalfwayGrad, Weights[Array | None]]:
-    """Runs the second half of the chain reversed, with wo gathered for matmuls over its columns.
+    """Runs the second half of the chain reversed, with wo gathered for dgrad.
 
     d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
     <d_a, a>, which needs a and not o, so forward does not save o. Without saved rows, backward dispatches x again.
 
     Returns what `backward_up` takes, and the gradients of the gathered weights, added to `total`.
     """
-    plan = saved.plan
+    sorting = Sorting(saved.plan, groups)
     wgrad_rows = saved.rows
     if wgrad_rows is None and x is not None:
         received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
-        _, wgrad_rows = permute_quantize(p, received, plan, groups, "x", rows=False)  # [N, H]
+        _, wgrad_rows = permute_quantize(p, received, sorting, "x", direct=False)  # [N, H]
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
-    d_o, d_o_wgrad = permute_quantize(p, d_partial, plan, groups, "dy", columns=not p.frozen)  # [N, H]
+    d_o, d_o_wgrad = permute_quantize(p, d_partial, sorting, "dy", wgrad=not p.frozen)  # [N, H]
     d_a = expert_down_grad(p, d_o, wo, groups)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
-        d_o_plain = permute_forward(p.first.permute, d_partial, plan, groups)
+        d_o_plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
         a_plain = None if w.wo_a is None else activate(p, saved, groups, plain=True, weigh=True)
         down = small_terms.grad_down(p, d_o_plain, a_plain, saved.row_weights, w, groups)
     if down.d_input is not None:
@@ -216,9 +235,16 @@ def backward_up(
 
 
 def permute_quantize(
-    p: BlockPlan, received: Float[Array, "R H"], plan: Plan, groups: Groups, role: Role, *, rows=True, columns=True
+    p: BlockPlan,
+    received: Float[Array, "R H"],
+    sorting: Sorting,
+    role: Role,
+    *,
+    direct=True,
+    wgrad=True,
 ) -> tuple[Operand, Operand]:
-    """Returns the sorted rows for a matmul with a weight, if the caller takes `rows`, and for wgrad, if `columns`."""
+    """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
+    plan, groups = sorting
     recipe = p.recipe.wi
     gathers = p.gathers_x
     if role == "dy":
@@ -233,8 +259,8 @@ def permute_quantize(
         p.axes.tokens,
         gather_idx=plan.gather_idx,
         in_products=gathers,
-        rows=rows,
-        columns=columns and not plain,
+        direct=direct,
+        wgrad=wgrad and not plain,
     )
     if plain:
         wgrad_operand = permute_forward(p.first.permute, received, plan, groups)
@@ -312,8 +338,8 @@ def activate_grad(
         d_h_plain = scale_rows(d_scaled, row_weights, groups)
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, rows=False)
-    d_h, d_h_wgrad = local.quantize_for_matmul(d_h_plain, p.recipe.wi, "dy", groups, amax_axes, columns=not p.frozen)
+    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, direct=False)
+    d_h, d_h_wgrad = local.quantize_for_matmul(d_h_plain, p.recipe.wi, "dy", groups, amax_axes, wgrad=not p.frozen)
     return HiddenGrad(a, d_h, d_h_wgrad, d_h_plain, d_row_weights)
 
 

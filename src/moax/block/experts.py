@@ -1,7 +1,7 @@
 """The experts of a block on a mesh, under one `custom_vjp`: each direction gathers the weights and runs its rounds.
 
-    forward    gather wi, wo for matmuls over rows       rounds of forward
-    backward   gather wi, wo for matmuls over columns    rounds of backward    scatter the gradients of wi, wo
+    forward    gather wi, wo for fprop    rounds of forward
+    backward   gather wi, wo for dgrad    rounds of backward    scatter the gradients of wi, wo
 
 Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter, `rounds.py` the rounds.
 """
@@ -27,7 +27,13 @@ from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.collectives import vary_like
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
-from moax.ops.weights import WeightSpec, find_layout, gather_weight, quantized_specs, scatter_gradient
+from moax.ops.weights import (
+    WeightSpec,
+    find_layout,
+    gather_weight,
+    quantized_specs,
+    scatter_gradient,
+)
 from moax.params import DIMS
 
 OVERLAP_HINT = (
@@ -58,17 +64,22 @@ def apply_experts(
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     x, experts, weights = inputs
     quantized_wi, quantized_wo = quantized
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "rows")
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "fprop")
     # Collectives run in the order of their starts, and the first matmul reads wi: the gather of wo starts when the
     # routing is known.
     wo, quantized_wo, experts = lax.optimization_barrier((w.wo, quantized_wo, experts))
-    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "rows")
+    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "fprop")
     y, dropped, rounds, saved = _forward_op(view, p, x, experts, weights, w, (gathered_wi, gathered_wo))
     # A policy of `jax.checkpoint` knows the residuals by these names.
     rows, h, *planned = saved
     rows, h, planned = (checkpoint_name(v, name) for v, name in zip((rows, h, planned), CHECKPOINT_NAMES, strict=True))
     needs_inputs = p.overflows or not p.save_rows
-    return (y, dropped, rounds), (Residuals(rows, h, *planned), inputs if needs_inputs else None, w, quantized)
+    return (y, dropped, rounds), (
+        Residuals(rows, h, *planned),
+        inputs if needs_inputs else None,
+        w,
+        quantized,
+    )
 
 
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
@@ -82,8 +93,8 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     behind_dy = (inputs, w._replace(wo=None), quantized_wi, cotangents[0])
     inputs, w, quantized_wi, dy = lax.optimization_barrier(behind_dy)
     w = w._replace(wo=wo)
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "columns")
-    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "columns")
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "dgrad")
+    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "dgrad")
     x, experts, weights = (None, None, None) if inputs is None else inputs
     gathered = (gathered_wi, gathered_wo)
     quantized = (quantized_wi, quantized_wo)
@@ -134,7 +145,10 @@ def _sharding(p: BlockPlan, operands, operand_specs, *, backward: bool = False) 
     tokens, tp = p.axes.tokens, p.axes.tp
     rows = Spec(tokens, None)
     own = Spec(p.axes.all)  # each device's own array
-    layouts = (find_layout(p.wi, specs_of_w.wi, w.wi.ndim), find_layout(p.wo, specs_of_w.wo, w.wo.ndim))
+    layouts = (
+        find_layout(p.wi, specs_of_w.wi, w.wi.ndim),
+        find_layout(p.wo, specs_of_w.wo, w.wo.ndim),
+    )
     wi_layout, wo_layout = layouts
     small = _find_small_specs(p, w)
     inputs = [None if v is None else rows for v in (x, experts, weights)]

@@ -3,37 +3,34 @@
 routing = route(x router)
 y[t]    = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t])
 
-Latent experts read x[t] latent_down, and their sum is multiplied by latent_up. A caller may give the routing:
-
-    experts [..., K] are given       the router's scores give their weights: replay, or hash routing
-    experts and weights are given    the router does not run: a router of the caller's own
-
-With E = 4, K = 2 and the experts (2, 2) and weights (0.3, 0.7) of a token, the token goes to expert 2 once, with the
-weight 1.0, and the second place is (4, 0.0): no expert.
+Latent experts read x[t] latent_down, and their sum is multiplied by latent_up. A caller may give the routing; see
+`routing.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from typing import Any, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import apply_experts
 from moax.block.plan import BlockPlan, make_plan
 from moax.block.rounds import Quantized
+from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
 from moax.checks import Unsupported, check_arrays, check_value
 from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
 from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
+from moax.mesh.axes import Axes
 from moax.mesh.specs import (
     MeshView,
+    Spec,
     constrain,
     find_mesh_view,
     find_token_dims,
@@ -41,16 +38,24 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops.activation import activate
-from moax.ops.balance import BINS, keep_ids, split_ids
+from moax.ops.balance import BINS, keep_ids
 from moax.ops.matmul import dense
-from moax.ops.router import route, router_logits
+from moax.ops.router import router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import describe_recipes, get_recipes
+from moax.recipe import Recipe, Recipes, describe_recipes, get_recipes
 from moax.types import QuantizedParams, Routing
 
-Ids = Integer[Array, "*batch K"]
-RoutingInput = Routing | tuple[Ids, Float[Array, "*batch K"]] | Ids
+
+class CallArrays(NamedTuple):
+    """The optional arrays of a call of `moax.moe`, each an argument of it or None."""
+
+    quantized: QuantizedParams | None
+    adapters: Adapters[Array] | None
+    router_input: Float[Array, "*batch H"] | None
+    override: RoutingOverride | None
+    mask: Bool[Array, "*batch"] | None
+    segment_ids: Integer[Array, "*batch"] | None
 
 
 class CallKeywords(TypedDict, total=False):
@@ -129,18 +134,12 @@ def moe(
         check_adapters(adapters, config, local=local)
     if quantized is not None:
         check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
-    if isinstance(routing, tuple) and len(routing) == 2:
-        none: Any = None
-        routing = Routing(*routing, none, none, none)
-    given = () if routing is None else (routing,)
-    given = (routing.experts, routing.weights) if isinstance(routing, Routing) else given
-    arrays = ["router_input? [*batch, S, H]", "mask? bool [*batch, S]", "segment_ids? int [*batch, S]"]
-    arrays += ["routing int [*batch, S, K]", "routing.weights [*batch, S, K]"][: len(given)]
-    sizes = dict(batch=x.shape[:-2], S=x.shape[-2], H=config.d_model, K=config.top_k)
-    check_arrays(", ".join(arrays), router_input, mask, segment_ids, *given, **sizes)
-    segment_ids = None if segment_ids is None else keep_ids(segment_ids)
-    static = config, options, bool(return_routing)
-    return _moe(*static, x, params, quantized, adapters, router_input, routing, mask, segment_ids)
+    override = read_override(routing)
+    _check_arrays(x, config, router_input, mask, segment_ids, override)
+    if segment_ids is not None:
+        segment_ids = keep_ids(segment_ids)
+    arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
+    return _moe(config, options, bool(return_routing), x, params, arrays)
 
 
 def quantize_params(
@@ -151,7 +150,7 @@ def quantize_params(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     **keywords: Unpack[OptionKeywords],
 ) -> QuantizedParams:
-    """Quantizes wi and wo once for several calls of a block, each for products over its rows and over its columns.
+    """Quantizes wi and wo once for several calls of a block, each for fprop and for dgrad.
 
     The block then gathers bytes and quantizes no weight. Its gradients flow to `params`, as if it had quantized them.
     A weight that the recipe does not quantize is rounded to `dtype` once. Quantized weights serve the microbatches of a
@@ -181,184 +180,270 @@ def quantize_params(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
-    axes = options.axes
-    view = find_mesh_view(axes, options.engine, params)
-    given = (config, axes, view.axes)
-    declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
+    view = find_mesh_view(options.axes, options.engine, params)
+    declared = _find_declared(view, params, config, options.axes)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
-    params = reshard_params(params, declared) if view.explicit else params
-    wi, wo = quantize_weight(view, plan.wi, params.wi), quantize_weight(view, plan.wo, params.wo)
+    if view.explicit:
+        params = reshard_params(params, declared)
+    wi = quantize_weight(view, plan.wi, params.wi)
+    wo = quantize_weight(view, plan.wo, params.wo)
     return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too
 def _moe(
-    config: MoEConfig, options: Options, return_routing: bool, x, params: MoEParams[Array], quantized, adapters,
-    router_input, given: Routing | Ids | None, mask, segments,
-):  # fmt: skip
+    config: MoEConfig,
+    options: Options,
+    return_routing: bool,
+    x: Float[Array, "*batch H"],
+    params: MoEParams[Array],
+    arrays: CallArrays,
+) -> tuple[Float[Array, "*batch H"], MoEStats]:
     absent = params.wi is None or params.wo is None
     if absent:
-        params = _fill(params, quantized, x.dtype)
-    recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
-    axes, view = find_token_dims(x, axes, find_mesh_view(axes, engine, x, params))
-    resolved, options = view.axes, dataclasses.replace(options, axes=axes)
+        params = _fill(params, arrays.quantized, x.dtype)
+    view = find_mesh_view(options.axes, options.engine, x, params)
+    axes, view = find_token_dims(x, options.axes, view)
+    options = dataclasses.replace(options, axes=axes)
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
-    declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)
-    rows, shards = x.size // x.shape[-1], 1 if view.manual else resolved.size(resolved.tokens)
-    if not isinstance(rows, int):
-        _check_symbolic(rows, config, view)
-    if rows % shards:
-        raise ValueError(f"x: its {rows} rows are not divisible by mesh axes {resolved.tokens} of {shards} devices")
-    row_bytes = config.d_rows * (x.dtype.itemsize if recipe.wi.wire is None else 1)
-    transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
-    frozen = absent or adapters is not None
-    sizes = dict(axes=resolved, declared=declared, tokens=rows // shards, dtype=x.dtype)
-    plan = make_plan(config, options, transport, frozen=frozen, **sizes)
-    if quantized is not None:
-        _check_quantized(quantized, plan, params)
-    params = reshard_params(params, declared, warn=not absent) if view.explicit else params
-    tokens = flatten_tokens(x, view)
-    if segments is not None:
-        mask = segments >= 0 if mask is None else mask & (segments >= 0)
-    real = None if mask is None else flatten_tokens(mask[..., None], view)
-    read = tokens if router_input is None else flatten_tokens(router_input, view)
-    if real is not None:  # padding may hold NaN
-        tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
+    declared = _find_declared(view, params, config, axes)
+    plan = _plan(view, x, config, options, declared, frozen=absent or arrays.adapters is not None)
+    quantized: Quantized = (None, None)
+    if arrays.quantized is not None:
+        _check_quantized(arrays.quantized, plan, params)
+        quantized = (arrays.quantized.wi, arrays.quantized.wo)
+    if view.explicit:
+        params = reshard_params(params, declared, warn=not absent)
+    tokens = _flatten(view, x, arrays)
+    params = _constrain_params(params, declared, (*ROUTER, "wi", "wo") if absent else ROUTER)
 
-    constrained = [name for name in ROUTER if getattr(params, name) is not None]
-    if absent:
-        constrained += ["wi", "wo"]
-    layouts = {name: constrain(getattr(params, name), getattr(declared, name)) for name in constrained}
-    params = dataclasses.replace(params, **layouts)
-    routing, experts, weights = _route(view, x, read, params, config, options, given, real, segments)
-
-    how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
-    rows = tokens
+    routing, experts, weights = route_tokens(view, tokens, params, config, options, arrays.override)
+    shared = SharedMatmuls(config, options, declared)
+    rows = tokens.rows
     if params.latent_down is not None:
-        rows = dense(tokens, params.latent_down, recipe=recipe.wi, w_spec=declared.latent_down, **how)
-    w = Weights(params.wi, params.wo, params.bi, params.bo, *(() if adapters is None else scaled(adapters)))
-    kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
-    y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, kept)
-    shared, apart = None, params.latent_up is not None or params.shared_gate is not None
-    if params.shared_wi is not None and params.shared_wo is not None:
-        h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
-        a = activate(h, config.activation, config.activation_limit)
-        shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
-    y = view.psum(y if shared is None or apart else y + shared, resolved.tp)
-    if params.latent_up is not None:  # the product quantizes whole sums
-        y = dense(y, params.latent_up, recipe=recipe.wo, w_spec=declared.latent_up, **how)
-    if shared is not None and apart:
-        shared = view.psum(shared, resolved.tp)
-        if params.shared_gate is not None:  # it multiplies whole sums, so each rank of tp has its whole gradient
-            gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
-            shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
-        y += shared
-    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, view)
-    dropped = view.psum(dropped, resolved.tokens)
+        rows = shared.multiply(tokens.rows, params.latent_down, "latent_down", plan.recipe.wi)
+    low_rank = () if arrays.adapters is None else scaled(arrays.adapters)
+    w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
+    y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, quantized)
+    y = _add_shared(view, shared, plan, params, tokens.rows, y)
+    if tokens.real is not None:
+        y = jnp.where(tokens.real, y, 0)
+    y = unflatten_tokens(y, x, view)
+
+    dropped = view.psum(dropped, view.axes.tokens)
     if view.manual:  # a type says over which axes a value varies
-        dropped, rounds = view.assume_replicated(dropped, resolved.tp), view.assume_replicated(rounds, resolved.all)
+        dropped = view.assume_replicated(dropped, view.axes.tp)
+        rounds = view.assume_replicated(rounds, view.axes.all)
     used = None
     if return_routing:
-        shaped = {name: unflatten_tokens(getattr(routing, name), x, view) for name in ("experts", "weights")}
-        used = dataclasses.replace(routing, **shaped)
-    counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
+        used = dataclasses.replace(
+            routing,
+            experts=unflatten_tokens(routing.experts, x, view),
+            weights=unflatten_tokens(routing.weights, x, view),
+        )
     sharding = jax.typeof(x).sharding
-    y = jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y
-    return y, MoEStats(*counts, dropped[0], rounds[0], used, routing.histogram)
+    if sharding.mesh.explicit_axes:
+        y = jax.sharding.reshard(y, sharding)
+    stats = MoEStats(
+        routing.aux_loss,
+        routing.z_loss,
+        routing.tokens_per_expert,
+        dropped[0],
+        rounds[0],
+        used,
+        routing.histogram,
+    )
+    return y, stats
 
 
-def _route(
-    view: MeshView, x, tokens: Float[Array, "T H"], params: MoEParams[Array], config: MoEConfig, options: Options,
-    given: Routing | Ids | None, real: Bool[Array, "T 1"] | None, segments,
-) -> tuple[Routing, Int[Array, "T K"], Float[Array, "T K"]]:  # fmt: skip
-    """Returns the Routing of `tokens`, and the block's experts and weights: each expert of a token once."""
-    resolved, router, every = view.axes, config.router, jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
-    if isinstance(given, Routing):
-        experts = flatten_tokens(given.experts.astype(jnp.int32), view)
-        weights = flatten_tokens(given.weights.astype(jnp.float32), view)
-        some = (experts >= 0) & (experts < config.num_experts)  # a negative id stands for no expert too
-        some = some if real is None else some & real
-        experts, weights = jnp.where(some, experts, config.num_experts), jnp.where(some, weights, 0.0)
-        counts = view.psum((experts[:, :, None] == every).sum((0, 1), dtype=jnp.int32), resolved.tokens)
-        aux, z = (jnp.zeros((), jnp.float32) if v is None else v for v in (given.aux_loss, given.z_loss))
-        routing = Routing(experts, weights, aux, z, counts)
-    else:
-        how = dict(axes=options.axes, engine=options.engine)
-        experts = None if given is None else flatten_tokens(given.astype(jnp.int32), view)
-        logits = router_logits(tokens, params.router, **how)
-        logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
-        # The axes that may split a row [S, H] of x, once x is flattened.
-        row_axes = resolved.tokens if view.dims is None else resolved.sequence
-        routing = route(
-            logits, router, config.top_k, params.router_bias,
-            experts=experts, mask=None if real is None else real[:, 0],
-            sequences=_find_sequences(x, segments, view) if router.sequence_aux_loss else None,
-            sequence_axes=row_axes, kernels=options.kernels, **how,
-        )  # fmt: skip
-    experts, weights = routing.experts, routing.weights
-    if given is not None:
-        # A second appearance of an expert becomes E with weight 0, and the first one has the sum of its weights.
-        same = experts[:, :, None] == experts[:, None, :]
-        place = jnp.arange(config.top_k, dtype=jnp.int32)
-        later = (same & (place[None, :] < place[:, None])[None]).any(-1)
-        total = jnp.where(same, weights[:, None, :], 0.0).sum(-1)
-        experts, weights = jnp.where(later, config.num_experts, experts), jnp.where(later, 0.0, total)
-    if params.expert_scale is not None:
-        scale = params.expert_scale.astype(jnp.float32)[None, None]
-        weights = weights * jnp.where(experts[:, :, None] == every, scale, 0.0).sum(-1)
-    return routing, experts, weights
+def _check_arrays(x, config: MoEConfig, router_input, mask, segment_ids, override: RoutingOverride | None) -> None:
+    """Raises ValueError where an array of a call does not fit x [..., S, H]."""
+    rules = [
+        "router_input? [*batch, S, H]",
+        "mask? bool [*batch, S]",
+        "segment_ids? int [*batch, S]",
+    ]
+    arrays = [router_input, mask, segment_ids]
+    if override is not None:
+        rules.append("routing int [*batch, S, K]")
+        arrays.append(override.experts)
+        if override.weights is not None:
+            rules.append("routing.weights [*batch, S, K]")
+            arrays.append(override.weights)
+    batch, length = x.shape[:-2], x.shape[-2]
+    check_arrays(", ".join(rules), *arrays, batch=batch, S=length, H=config.d_model, K=config.top_k)
 
 
-def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> Int[Array, "T C"]:
-    """Returns the row of each token of x, (0, 0, 0, 1, 1, 1) for x [2, 3, H], and the columns of its segment."""
-    if x.ndim < 3:
-        raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
-    rows = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.int32).reshape(*x.shape[:-2], 1)
-    if segments is None:
-        sequences = jnp.broadcast_to(rows, x.shape[:-1])[..., None]
-    else:
-        own = jnp.where(segments < 0, -1, rows)[..., None]
-        sequences = jnp.concatenate([own, split_ids(segments[..., None])], axis=-1)
-    return flatten_tokens(sequences, view)
+def _find_declared(view: MeshView, params: MoEParams[Array], config: MoEConfig, axes: Axes) -> MoEParams[Spec]:
+    """Returns the spec of each parameter: its own inside a `shard_map`, where the parameters are shards."""
+    if view.manual:
+        return shard_specs(params, config, axes, view.axes)
+    return expert_specs(config, axes, view.axes)
 
 
-def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
+def _plan(
+    view: MeshView,
+    x,
+    config: MoEConfig,
+    options: Options,
+    declared: MoEParams[Spec],
+    *,
+    frozen: bool,
+) -> BlockPlan:
+    """Returns the plan of the experts for x; ValueError where the mesh does not divide its tokens."""
+    num_tokens = x.size // x.shape[-1]
+    axes = view.axes
+    shards = 1 if view.manual else axes.size(axes.tokens)
+    if not isinstance(num_tokens, int):
+        _check_symbolic(num_tokens, config, view)
+    if num_tokens % shards:
+        raise ValueError(f"x: its {num_tokens} rows are not divisible by mesh axes {axes.tokens} of {shards} devices")
+    transport = None
+    if options.exchange != "auto":
+        element_bytes = x.dtype.itemsize if get_recipes(options.recipe).wi.wire is None else 1
+        transport = select_transport(options.exchange, view, config.d_rows * element_bytes)
+    tokens = num_tokens // shards
+    return make_plan(
+        config,
+        options,
+        transport,
+        axes=axes,
+        declared=declared,
+        tokens=tokens,
+        dtype=x.dtype,
+        frozen=frozen,
+    )
+
+
+def _flatten(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
+    """Returns the tokens of a call."""
+    rows = flatten_tokens(x, view)
+    mask = arrays.mask
+    if arrays.segment_ids is not None:
+        is_token = arrays.segment_ids >= 0
+        mask = is_token if mask is None else mask & is_token
+    real = None if mask is None else flatten_tokens(mask[..., None], view)
+    router_rows = rows
+    if arrays.router_input is not None:
+        router_rows = flatten_tokens(arrays.router_input, view)
+    if real is not None:  # padding may hold NaN
+        rows = jnp.where(real, rows, 0)
+        router_rows = jnp.where(real, router_rows, 0)
+    return Tokens(x, rows, router_rows, real, arrays.segment_ids)
+
+
+def _constrain_params(params: MoEParams[Array], declared: MoEParams[Spec], names) -> MoEParams[Array]:
+    """Returns the parameters, those of `names` in their declared layout."""
+    layouts = {}
+    for name in names:
+        if getattr(params, name) is not None:
+            layouts[name] = constrain(getattr(params, name), getattr(declared, name))
+    return dataclasses.replace(params, **layouts)
+
+
+class SharedMatmuls(NamedTuple):
+    """The matmuls of a block that every token runs: those of the shared expert, and those around latent experts."""
+
+    config: MoEConfig
+    options: Options
+    declared: MoEParams[Spec]
+
+    def multiply(self, x: Float[Array, "T K"], w: Array, name: str, recipe: Recipe) -> Float[Array, "T *C"]:
+        """Returns x w; `name` is the parameter's."""
+        options = self.options
+        return dense(
+            x,
+            w,
+            recipe=recipe,
+            w_spec=getattr(self.declared, name),
+            axes=options.axes,
+            engine=options.engine,
+            kernels=options.kernels,
+            grad_reduce_dtype=options.grad_reduce_dtype,
+        )
+
+    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array, recipe: Recipes) -> Float[Array, "T H"]:
+        """Returns the output of the shared expert, a partial sum where tp splits its width."""
+        h = self.multiply(x, wi, "shared_wi", recipe.wi)
+        a = activate(h, self.config.activation, self.config.activation_limit)
+        return self.multiply(a, wo, "shared_wo", recipe.wo)
+
+
+def _add_shared(
+    view: MeshView,
+    matmuls: SharedMatmuls,
+    plan: BlockPlan,
+    params: MoEParams[Array],
+    tokens: Float[Array, "T H"],
+    y: Float[Array, "T D"],
+) -> Float[Array, "T H"]:
+    """Returns the sums over tp of the experts' y, times latent_up, and of the shared expert, times its gate."""
+    tp = view.axes.tp
+    shared = None
+    if params.shared_wi is not None and params.shared_wo is not None:
+        shared = matmuls.run_expert(tokens, params.shared_wi, params.shared_wo, plan.recipe)
+    # latent_up quantizes whole sums, and the gate multiplies them: one sum over tp does not do for both terms then.
+    is_apart = params.latent_up is not None or params.shared_gate is not None
+    if shared is not None and not is_apart:
+        y = y + shared
+    y = view.psum(y, tp)
+    if params.latent_up is not None:
+        y = matmuls.multiply(y, params.latent_up, "latent_up", plan.recipe.wo)
+    if shared is None or not is_apart:
+        return y
+    shared = view.psum(shared, tp)
+    if params.shared_gate is not None:  # each rank of tp has the whole gradient of the gate
+        options = matmuls.options
+        logits = router_logits(tokens, params.shared_gate[:, None], axes=options.axes, engine=options.engine)
+        gate = jax.nn.sigmoid(logits)
+        shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
+    return y + shared
+
+
+def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> MoEParams[Array]:
     """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
-    if params.wi is not None or params.wo is not None:
+    if quantized is None or params.wi is not None or params.wo is not None:
         raise ValueError(
             "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
             "neither is"
         )
-    wi, wo = (jnp.zeros(_data(of).shape, dtype) for of in (quantized.wi, quantized.wo))
+    wi = jnp.zeros(_data(quantized.wi).shape, dtype)
+    wo = jnp.zeros(_data(quantized.wo).shape, dtype)
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 
-def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
+def _stats_of_nothing(x: Float[Array, "*batch H"], config: MoEConfig, return_routing: bool) -> MoEStats:
     """Returns the stats of x without tokens: losses and counts of 0, and one round."""
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    tokens, ids = jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
-    histogram = jnp.zeros((config.num_experts, BINS), jnp.int32) if config.router.histogram else None
-    used = Routing(ids, ids.astype(jnp.float32), zero, zero, tokens, histogram) if return_routing else None
-    return MoEStats(zero, zero, tokens, none, none + 1, used, histogram)
+    loss = jnp.zeros((), jnp.float32)
+    count = jnp.zeros((), jnp.int32)
+    counts = jnp.zeros(config.num_experts, jnp.int32)
+    histogram = None
+    if config.router.histogram:
+        histogram = jnp.zeros((config.num_experts, BINS), jnp.int32)
+    routing = None
+    if return_routing:
+        ids = jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
+        routing = Routing(ids, ids.astype(jnp.float32), loss, loss, counts, histogram)
+    return MoEStats(loss, loss, counts, count, count + 1, routing, histogram)
 
 
 def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
-    for name in ("recipe", "kernels"):
-        have, want = getattr(quantized, name), getattr(plan, name)
+    same = "pass the same options and the dtype of x to moax.quantize_params"
+    if quantized.recipe != plan.recipe:
+        have = describe_recipes(quantized.recipe)
+        want = describe_recipes(plan.recipe)
         if have == want:
-            continue
-        have, want = (describe_recipes(value) if name == "recipe" else repr(value) for value in (have, want))
-        want = f"another {want}" if have == want else want
-        raise ValueError(
-            f"quantized has {name}={have}, and this call has {want}; pass the same options and the dtype of x to "
-            "moax.quantize_params"
-        )
+            want = f"another {want}"
+        raise ValueError(f"quantized has recipe={have}, and this call has {want}; {same}")
+    if quantized.kernels != plan.kernels:
+        raise ValueError(f"quantized has kernels={quantized.kernels!r}, and this call has {plan.kernels!r}; {same}")
     for name in ("wi", "wo"):
-        data, want = _data(getattr(quantized, name)), getattr(params, name).shape
-        if data.shape != want:
-            raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {want}")
+        data = _data(getattr(quantized, name))
+        shape = getattr(params, name).shape
+        if data.shape != shape:
+            raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {shape}")
         if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype != plan.dtype:
             raise ValueError(
                 f"quantized.{name} has dtype {data.dtype}, and x has {plan.dtype}; pass the dtype of x to "
@@ -367,7 +452,7 @@ def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEPar
 
 
 def _data(weight: QuantizedWeight) -> Array:
-    """Returns the values of a quantized weight for products over columns, whose dims are in the order of the weight."""
+    """Returns the values of a quantized weight for dgrad, whose dims are in the order of the weight."""
     return jax.tree.leaves(weight[-1])[0]
 
 

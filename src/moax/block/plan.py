@@ -31,10 +31,11 @@ from moax.recipe import Recipes, get_recipes
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
 LATER_ROWS = 9
-# The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them. On
-# H200s all_to_all was slower by 4 % with 0.94 times the rows (Mixtral, ep 2) and as fast with 0.55 times (ep 4); see
-# docs/how-to/choose.md.
-SLOT_COST = 1.8
+# The time of a row of all_to_all over that of a row of all_gather, which finds no slots and copies no rows into them.
+# On H200s all_to_all was slower by 4 % with 0.98 times the rows (Mixtral, ep 2), and as fast with 0.58 times (ep 4).
+# Nobody has measured more ranks.
+SLOT_COST = 1.7
+MEASURED_RANKS = 4
 
 
 class Round(NamedTuple):
@@ -111,7 +112,12 @@ def make_plan(
 
     ranks = axes.size(ep)
     slots, all_slots = allot_slots(
-        tokens, config.top_k, ranks, config.num_experts, config.capacity_factor, options.buffer_factor
+        tokens,
+        config.top_k,
+        ranks,
+        config.num_experts,
+        config.capacity_factor,
+        options.buffer_factor,
     )
     if transport is None:
         transport = choose_transport(config, axes, tokens, slots)
@@ -120,7 +126,15 @@ def make_plan(
     if not has_slots:
         slots = all_slots
     exchange = ExchangeSpec(
-        transport, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, all_slots
+        transport,
+        axes,
+        ranks,
+        tokens,
+        slots,
+        recipe.wi.wire,
+        kernels,
+        config.num_experts,
+        all_slots,
     )
 
     assignments = tokens * config.top_k
@@ -163,10 +177,12 @@ def make_plan(
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
     """Returns the portable transport whose balanced step costs least, and of equal ones the first.
 
-    A row has the same bytes in every portable transport, and costs `SLOT_COST` times as much if it has a slot. With a
-    capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on the way.
+    A row has the same bytes in every portable transport. With few ranks it costs `SLOT_COST` times as much if it has a
+    slot. With a capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on
+    the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO
+    slot_cost = SLOT_COST if axes.size(axes.ep) <= MEASURED_RANKS else 1
     portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
-    return min(portable, key=lambda name: slots * SLOT_COST if TRANSPORTS[name].has_slots else tokens)
+    return min(portable, key=lambda name: slots * slot_cost if TRANSPORTS[name].has_slots else tokens)

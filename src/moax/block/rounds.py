@@ -70,6 +70,16 @@ class Cursor(NamedTuple):
     end: Int[Array, ""]
 
 
+class Context(NamedTuple):
+    """What every overflow round reads: the plan, the layouts of the weights, the residuals, and the operands."""
+
+    p: BlockPlan
+    layouts: Layouts
+    saved: Residuals
+    inputs: Inputs
+    w: Weights[Array]
+
+
 class ForwardResult(NamedTuple):
     """The results of all rounds of forward.
 
@@ -87,7 +97,7 @@ class ForwardResult(NamedTuple):
 
 
 def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered) -> ForwardResult:
-    """Runs all rounds of forward, with wi and wo `gathered` for matmuls over their rows."""
+    """Runs all rounds of forward, with wi and wo `gathered` for fprop."""
     wi, wo = gathered
     received, exchange_rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
     if not p.overflows:
@@ -110,7 +120,8 @@ def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array
     no_rounds = (jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32))
     begin = after((saved.h, received), cursor)
     (h, a), no_rounds, begin = finish(((saved.h, halfway.a), no_rounds, begin))
-    y_overflow, num_rounds = _repeat(p, layouts, begin, saved, inputs, w, gathered, run_round, no_rounds)
+    context = Context(p, layouts, saved, inputs, w)
+    y_overflow, num_rounds = _repeat(context, begin, gathered, run_round, no_rounds)
     h, a, y_overflow = finish((h, a, y_overflow))
     h, a = after(y_overflow, (h, a))
     saved = saved._replace(h=h)
@@ -129,10 +140,10 @@ def run_backward(
     quantized: Quantized,
     gathered: Gathered,
     dy: Float[Array, "T H"],
-) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
-    """Runs all rounds of backward, with wi and wo `gathered` for matmuls over their columns.
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array | None]]:
+    """Runs all rounds of backward, with wi and wo `gathered` for dgrad.
 
-    Later rounds also gather wi for matmuls over its rows, from `quantized` where the caller keeps it. The inputs are
+    Later rounds also gather wi for fprop, from `quantized` where the caller keeps it. The inputs are
     None where backward reads none of them.
 
     Returns dx [T, H], d_weights [T, K], and the gradients of the gathered weights.
@@ -145,33 +156,37 @@ def run_backward(
     num_rows = saved.plan.gather_idx.shape[0]
     local = implementation(p.kernels)
     groups = local.find_groups(saved.plan.group_sizes, p.first.permute.align, num_rows, p.expected)
-    none = Weights(None, None)
-    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, none)
+    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, Weights(None, None))
     if cursor is None or inputs is None:
         dx, d_weights = backward_up(p, p.first, saved, groups, halfway, wi)
         return dx, d_weights, dw
     wi_source = None
-    if p.recipe.wi.w is not None:  # matmuls over rows take a quantized wi in another form than those over columns
+    if p.recipe.wi.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
 
     def run_round(received, start, w, operands, total):
         (wi, wo), wi_source, dy = operands
         dx_sum, d_weights_sum, dw = total
-        wi_rows = wi
+        wi_fprop = wi
         if wi_source is not None:
-            (wi_rows,) = gather_shard((p.wi, "rows"), layouts[0], *wi_source)
-        saved, groups, _ = forward_up(p, p.later, received, w, wi_rows, keep=True, start=start)
+            (wi_fprop,) = gather_shard((p.wi, "fprop"), layouts[0], *wi_source)
+        saved, groups, _ = forward_up(p, p.later, received, w, wi_fprop, keep=True, start=start)
         h, dy = finish((saved.h, dy))  # one exchange's buffers are in memory at a time
         saved = saved._replace(h=h)
         halfway, dw = backward_down(p, p.later, saved, groups, None, w, wo, dy, dw)
         halfway, dw = finish((halfway, dw))  # the operands of wgrad leave the memory before dx comes
         dx, d_weights = backward_up(p, p.later, saved, groups, halfway, wi)
-        return dx_sum + dx.astype(dx_sum.dtype), d_weights_sum + d_weights.astype(d_weights_sum.dtype), dw
+        return (
+            dx_sum + dx.astype(dx_sum.dtype),
+            d_weights_sum + d_weights.astype(d_weights_sum.dtype),
+            dw,
+        )
 
     no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs[2].shape, jnp.float32), dw)
     halfway, no_rounds = finish((halfway, no_rounds))
     operands = (gathered, wi_source, dy)
-    dx_overflow, d_weights_overflow, dw = _repeat(p, layouts, cursor, saved, inputs, w, operands, run_round, no_rounds)
+    context = Context(p, layouts, saved, inputs, w)
+    dx_overflow, d_weights_overflow, dw = _repeat(context, cursor, operands, run_round, no_rounds)
     halfway, overflow = finish((halfway, [dx_overflow, d_weights_overflow]))
     dx, d_weights = backward_up(p, p.first, saved, groups, after(overflow, halfway), wi)
     dx_overflow, d_weights_overflow = overflow
@@ -191,24 +206,21 @@ def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, 
 
 
 def _repeat[State](
-    p: BlockPlan,
-    layouts: Layouts,
+    context: Context,
     cursor: Int[Array, " 3"],
-    saved: Residuals,
-    inputs: Inputs,
-    w: Weights[Array],
     operands: PyTree,
     run_round: Callable[..., State],
     total: State,
 ) -> State:
     """Runs total = run_round(received, start, small weights, operands, total) for each overflow round."""
+    p, layouts, saved, inputs, w = context
     together = find_together(p, layouts)
     max_rows = p.later.permute.max_rows
     # Without a capacity the first round's assignments leave, and the others have slots anew.
     computed = None
     if p.first.permute.capacity is None:
         computed = (saved.plan.scatter_idx, saved.sent)
-    small = w._replace(wi=None, wo=None)
+    small = Weights(None, None, *w[2:])
 
     def is_needed(state):
         exchange, _, end = state[0]
@@ -225,8 +237,8 @@ def _repeat[State](
         received, end = dispatch_forward(p.later.exchange, x, experts, weights, exchange)
         total = run_round(received, start, small_, operands_, total)
         # `end` is the first round that this rank knows not to be needed.
-        most = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
-        num_rows, end = vary_like(most, inputs, w)
+        counts = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
+        num_rows, end = vary_like(counts, inputs, w)
         next_start = start + max_rows
         is_last = next_start >= num_rows  # of this round of the exchange
         exchange = jnp.where(is_last, exchange + 1, exchange)
@@ -240,7 +252,11 @@ def _repeat[State](
 
 
 def leave_out(
-    p: BlockPlan, experts: Int[Array, "T K"], num_rows: int, scatter_idx: Int[Array, "R K"], sent: PyTree
+    p: BlockPlan,
+    experts: Int[Array, "T K"],
+    num_rows: int,
+    scatter_idx: Int[Array, "R K"],
+    sent: PyTree,
 ) -> Int[Array, "T K"]:
     """Returns the experts, E in place of each assignment that the first round, of `num_rows` rows, computed."""
     is_computed = (scatter_idx < num_rows).astype(jnp.float32)

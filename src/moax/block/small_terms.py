@@ -77,7 +77,14 @@ def grad_up(p: BlockPlan, rows: Any, d_h: Any, w: Weights[Array], groups: Groups
     return grads
 
 
-def grad_down(p: BlockPlan, d_o: Any, a: Any, row_weights: Float[Array, " N"], w: Weights[Array], groups: Groups):
+def grad_down(
+    p: BlockPlan,
+    d_o: Any,
+    a: Any,
+    row_weights: Float[Array, " N"],
+    w: Weights[Array],
+    groups: Groups,
+):
     """Returns the gradients of bo and of wo's adapter, whose matmul reads the unquantized a."""
     grads = TermGrads()
     with jax.named_scope("expert_down"):

@@ -68,6 +68,9 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
+RESERVE = 0.1  # of a GPU's memory, for XLA, NCCL and the pieces between arrays
+
+
 class Memory(NamedTuple):
     """Bytes on one device, all layers together.
 
@@ -76,6 +79,7 @@ class Memory(NamedTuple):
       optimizer: the state of the optimizer.
       saved: the arrays that forward keeps for backward, with the input of each layer.
       temporary: the most bytes of other arrays that live at once in one layer. XLA's schedule may need a third more.
+      other: the bytes that the caller adds for the rest of the model.
     """
 
     weights: int
@@ -83,6 +87,7 @@ class Memory(NamedTuple):
     optimizer: int
     saved: int
     temporary: int
+    other: int = 0
 
     @property
     def total(self) -> int:
@@ -116,8 +121,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the blocks alone fit into the memory of a GPU."""
-        return self.memory.total <= self.hardware.memory
+        """Whether `memory` fits into the memory of a GPU, less a reserve of a tenth for XLA and NCCL."""
+        return self.memory.total <= (1 - RESERVE) * self.hardware.memory
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that says whether `memory` fits, and what is left out of it."""
+        usable = (1 - RESERVE) * self.hardware.memory / 1e9
+        words = "fits" if self.fits else "does not fit"
+        left_out = "embeddings, attention and other layers"
+        counted = f"; {left_out} are left out" if not self.memory.other else ""
+        return (
+            f"{words}: {self.memory.total / 1e9:.1f} GB of {usable:.1f} GB, which are {self.hardware.memory / 1e9:.0f} "
+            f"GB less a reserve of {RESERVE:.0%}{counted}"
+        )
 
     @property
     def seconds(self) -> float:
@@ -162,7 +179,7 @@ class Estimate:
         """The layout of parameters, the memory, and the bytes and times of a step, as text."""
         memory = align(self._memory_rows(), right=(1,))
         steps = align(self._step_rows(), right=(1, 2))
-        return "\n\n".join([self._head(), align(self._param_rows()), memory, steps])
+        return "\n\n".join([self._head(), align(self._param_rows()), f"{memory}\n\n{self.verdict}", steps])
 
     def _head(self) -> str:
         """Returns the lines before the tables."""
@@ -195,8 +212,10 @@ class Estimate:
 
     def _memory_rows(self) -> list[Any]:
         """Returns the rows of the table of memory."""
-        limit = "of a GPU" if self.fits else "TOO MUCH for"
-        sizes = self.memory._asdict() | {"total": self.memory.total, limit: self.hardware.memory}
+        sizes = self.memory._asdict()
+        if not self.memory.other:
+            del sizes["other"]
+        sizes |= {"total": self.memory.total}
         rows = [(name, f"{size / 1e9:.2f}") for name, size in sizes.items()]
         return [("memory of a device", "GB"), None, *rows]
 
@@ -231,6 +250,7 @@ def estimate(
     param_dtype: str = "float32",
     optimizer_bytes: int = 8,
     remat: bool = False,
+    other_bytes: int = 0,
     **keywords: Unpack[OptionKeywords],
 ) -> Estimate:
     """Computes the cost of a model's MoE blocks on a mesh.
@@ -246,6 +266,8 @@ def estimate(
       dtype, param_dtype: the dtypes of activations and of parameters; `router_bias` is float32.
       optimizer_bytes: the bytes of the optimizer's state for each parameter that it trains.
       remat: whether `jax.checkpoint` is around each block.
+      other_bytes: the bytes of a device for the rest of the model, such as embeddings and attention with their
+        gradients, optimizer and activations. They count in `Estimate.fits`.
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
@@ -268,6 +290,7 @@ def estimate(
         hardware = HARDWARE[hardware]
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
+    check_value("other_bytes", other_bytes, int, least=0)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds = (AxisType.Explicit,) * len(sizes)
@@ -311,6 +334,7 @@ def estimate(
         optimizer=optimizer,
         saved=layers * (steps.bytes[x_array] + steps.total(saved_arrays)),
         temporary=steps.peak(saved_arrays),
+        other=other_bytes,
     )
     transfers = steps.transfers(axes)
     if traced_transport != transport:

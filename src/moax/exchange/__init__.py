@@ -10,10 +10,16 @@ from moax.exchange.transport import AllGather, AllToAll, Transport
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.specs import MeshView
 
-Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]  # "auto", and the keys of TRANSPORTS
+# The names are "auto" and the keys of TRANSPORTS.
+Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 EXCHANGES = get_args(Exchange)
-TRANSPORTS: dict[str, Transport] = dict(all_gather=AllGather(), all_to_all=AllToAll(), one_sided=OneSided())
-AUTO = "all_gather"  # `auto` means this transport, except in the block: see `moax.block.plan.choose_transport`
+TRANSPORTS: dict[str, Transport] = {
+    "all_gather": AllGather(),
+    "all_to_all": AllToAll(),
+    "one_sided": OneSided(),
+}
+# `auto` means this transport, except in the block: see `moax.block.plan.choose_transport`.
+AUTO = "all_gather"
 
 
 def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
@@ -24,17 +30,25 @@ def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
     """
     name = AUTO if exchange == "auto" else exchange
     if name not in TRANSPORTS:
-        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}")
-    return AUTO if axes is not None and not axes.ep and not TRANSPORTS[name].portable else name
+        choices = ", ".join(repr(choice) for choice in ("auto", *TRANSPORTS))
+        raise ValueError(f"exchange={exchange!r} must be one of {choices}")
+    if axes is not None and not axes.ep and not TRANSPORTS[name].portable:
+        return AUTO
+    return name
 
 
-def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
+def select_transport(
+    exchange: str,
+    view: MeshView | None = None,
+    row_bytes: int | None = None,
+) -> str:
     """Returns the name of the transport that `exchange` means, and raises Unsupported where it cannot run.
 
     Where `view`, or `row_bytes` of a row that travels, is None, the question is about this machine alone.
     """
     name = find_transport(exchange)
-    if (why := TRANSPORTS[name].why_not(view, row_bytes)) is not None:
+    reason = TRANSPORTS[name].why_not(view, row_bytes)
+    if reason is not None:
         portable = " or ".join(repr(n) for n, transport in TRANSPORTS.items() if transport.portable)
-        raise Unsupported(f"exchange={name!r}: {why}; use {portable}")
+        raise Unsupported(f"exchange={name!r}: {reason}; use {portable}")
     return find_transport(name, None if view is None else view.axes)

@@ -52,24 +52,32 @@ class OneSided(Transport):
     portable = False
 
     def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
-        (tokens, top_k), ep = experts.shape, static.axes.ep
+        tokens, top_k = experts.shape
+        ep = static.axes.ep
         slot, until, dropped = number_slots(static, experts, index)
         # The ranks gather all of `until` and then take its last column. To take the column first would be one more
         # kernel, and the additional bytes take no longer.
         wanted = lax.all_gather(until, ep)[..., -1]
-        sent, kept = (
-            jnp.clip(jnp.minimum(rows, static.capacity) - index * static.slots, 0, static.slots)
-            for rows in (until[:, -1], wanted)
-        )
-        plan = plan_sends(slot, sent, kept, lax.axis_index(ep), tokens * min(top_k, static.ranks))
+
+        def rows_of_round(rows):
+            later = jnp.minimum(rows, static.capacity) - index * static.slots
+            return jnp.clip(later, 0, static.slots)
+
+        sent = rows_of_round(until[:, -1])
+        sent_by_pair = rows_of_round(wanted)
+        entries = tokens * min(top_k, static.ranks)
+        plan = plan_sends(slot, sent, sent_by_pair, lax.axis_index(ep), entries)
         return Planned(plan, dropped, count_rounds(static, wanted))
 
     def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         """Sends the rows in one pass of one kernel, with the narrow arrays as one row of words beside each row."""
-        wide = [rows, *([jnp.concatenate([_to_words(v) for v in narrow], axis=1)] if narrow else [])]
-        rows, *words = self._put(static, wide, sent.token, sent.places, 0, static.ranks * static.slots)
-        found = split_words(words[0], narrow) if narrow else []
-        return Arrived(rows, found, words[0] if narrow else None, sent.places.reshape(-1))
+        out_rows = static.ranks * static.slots
+        if not narrow:
+            (rows,) = self._put(static, [rows], sent.token, sent.places, 0, out_rows)
+            return Arrived(rows, [], None, sent.places.reshape(-1))
+        words = jnp.concatenate([_to_words(v) for v in narrow], axis=1)
+        rows, words = self._put(static, [rows, words], sent.token, sent.places, 0, out_rows)
+        return Arrived(rows, split_words(words, narrow), words, sent.places.reshape(-1))
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         """Returns the rows in one pass of one kernel and sums them in float32. It reads no other row."""
@@ -80,49 +88,84 @@ class OneSided(Transport):
     def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         if find_peer_kernels() is None:
             return "this installation has no kernels that write into the memory of another device"
-        why = why_not_peers(row_bytes if view is None or view.axes.ep else None)
-        if why is None and view is not None and view.nested:
+        rows_travel = view is None or view.axes.ep
+        reason = why_not_peers(row_bytes if rows_travel else None)
+        if reason is None and view is not None and view.nested:
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
-        return why
+        return reason
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
-        ranks, axes, columns = static.ranks, static.axes, [(t.shape[1], t.dtype) for t in moved]
-        if step in ("dispatch", "combine_grad") and len(columns) > 1:  # `send` makes words of the narrow arrays
-            columns = [columns[0], (sum(_words(width, jnp.dtype(dtype)) for width, dtype in columns[1:]), "int32")]
+    def cost(
+        self,
+        static: ExchangeSpec,
+        top_k: int,
+        step: str,
+        moved: Sequence[Transfer],
+    ) -> list[Transfer]:
+        ranks = static.ranks
+        axes = static.axes
+        columns = [(transfer.shape[1], transfer.dtype) for transfer in moved]
+        if step in ("dispatch", "combine_grad") and len(columns) > 1:
+            # `send` makes words of the narrow arrays.
+            wide, *narrow = columns
+            words = sum(_words(width, jnp.dtype(dtype)) for width, dtype in narrow)
+            columns = [wide, (words, "int32")]
         pair = min(static.slots, balanced_rows(static.tokens, top_k, ranks, static.num_experts))
-        sent = [(ranks - 1) * pair * align_up(width * jnp.dtype(of).itemsize, COPY_BYTES) for width, of in columns]
-        puts = [
-            Transfer("put", dtype, (ranks * pair, width), axes.ep, ranks, size)
-            for (width, dtype), size in zip(columns, sent, strict=True)
-        ]
-        words = ranks, ranks, -(-static.tokens // 32)
-        return [collective("all-gather", "int32", words, axes, axes.ep), *puts] if step == "dispatch" else puts
+        puts = []
+        for width, dtype in columns:
+            row_bytes = align_up(width * jnp.dtype(dtype).itemsize, COPY_BYTES)
+            sent_bytes = (ranks - 1) * pair * row_bytes
+            puts.append(Transfer("put", dtype, (ranks * pair, width), axes.ep, ranks, sent_bytes))
+        if step != "dispatch":
+            return puts
+        counts = ranks, ranks, -(-static.tokens // 32)
+        return [collective("all-gather", "int32", counts, axes, axes.ep), *puts]
 
     @property
     def peers(self):
         """The implementation whose kernels write into the memory of other devices."""
         return implementation(find_peer_kernels() or DEFAULT)
 
-    def _put(self, static: ExchangeSpec, arrays: Sequence, source, places, way: int, out_rows: int) -> list:
+    def _put(
+        self,
+        static: ExchangeSpec,
+        arrays: Sequence,
+        source,
+        places,
+        way: int,
+        out_rows: int,
+    ) -> list:
         """Runs `put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
         axes = tuple((name, static.axes.size((name,))) for name in static.axes.ep)
-        arrived = self.peers.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes)
+        arrived = self.peers.put_rows(
+            [_pad(v) for v in arrays],
+            source,
+            places,
+            way,
+            out_rows,
+            axes,
+        )
         return [rows[:, : v.shape[1]] for rows, v in zip(arrived, arrays, strict=True)]
 
 
-def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
+def plan_sends(
+    slot: Int[Array, "T ranks"],
+    sent,
+    counts: Int[Array, "ranks ranks"],
+    rank,
+    entries: int,
+) -> SendPlan:
     """Returns the SendPlan of one rank. Each row comes back to the place that it was sent from.
 
     Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
-    sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
+    sends 1 row to rank 0 and none to itself, so `counts` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
     and `position` is (0, 2), (C, 3), (1, C). No rank before rank 0 sends to rank 1, so the two rows for rank 1 are
     there from row 0 on: rows 2 and 3 of what rank 0 sends shift by -2.
 
     Args:
       slot: as `find_slots` numbers them. A token whose slot is at or past `sent` of a rank does not go there.
-      sent: [ranks] i32, how many rows this rank sends to each rank. It equals `kept[rank]`, but is local, so that
+      sent: [ranks] i32, how many rows this rank sends to each rank. It equals `counts[rank]`, but is local, so that
         consumers need not wait for the all-gather.
-      kept: how many rows go from rank (dim 0) to rank (dim 1).
+      counts: how many rows go from rank (dim 0) to rank (dim 1).
       rank: [] i32, this rank.
       entries: C, the most rows that this rank can send.
     """
@@ -132,11 +175,15 @@ def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"
     which = lax.broadcasted_iota(jnp.int32, position.shape, 0)
     token = lax.empty((entries,), jnp.int32).at[position].set(which, mode="drop")
 
-    received = kept[:, rank]
-    last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
+    received = counts[:, rank]
+    last = jnp.cumsum(received)
+    arrive = jnp.cumsum(counts, axis=0) - counts
+    leave = jnp.cumsum(counts, axis=1) - counts
     # A shift is the first row of a pair of ranks on the receiving rank, less its first row on the sending rank.
-    shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)
-    return SendPlan(token, position, jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1))
+    shift_there = arrive[rank] - start
+    shift_back = leave[:, rank] - (last - received)
+    places = jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1)
+    return SendPlan(token, position, places)
 
 
 def split_words(words, like: Sequence) -> list:
@@ -144,12 +191,13 @@ def split_words(words, like: Sequence) -> list:
 
     Three i32 ids and 5 scales of one byte are V = 3 + 2 words; the last three bytes of a row are padding.
     """
-    first, parts = 0, []
+    parts = []
+    start = 0
     for v in like:
-        last = first + _words(v.shape[1], v.dtype)
-        values = lax.bitcast_convert_type(words[:, first:last], v.dtype)
+        end = start + _words(v.shape[1], v.dtype)
+        values = lax.bitcast_convert_type(words[:, start:end], v.dtype)
         parts.append(values.reshape(words.shape[0], -1)[:, : v.shape[1]])
-        first = last
+        start = end
     return parts
 
 
@@ -160,7 +208,8 @@ def _words(width: int, dtype) -> int:
 
 def _pad(v):
     """Returns v, with columns of zeros up to rows of whole 16 bytes: a bulk copy moves multiples of 16 bytes."""
-    return jnp.pad(v, ((0, 0), (0, -v.shape[1] % (COPY_BYTES // v.dtype.itemsize))))
+    elements = COPY_BYTES // v.dtype.itemsize
+    return jnp.pad(v, ((0, 0), (0, -v.shape[1] % elements)))
 
 
 def _to_words(v):

@@ -77,8 +77,10 @@ class Planned(NamedTuple):
     """The rows that one rank sends in one round."""
 
     sent: Sent
-    dropped: Int[Array, " 1"]  # the rank's assignments (token, expert) that find no slot in any round
-    rounds: Int[Array, ""]  # which this rank knows to be needed; the most of all ranks of ep are needed
+    # the rank's assignments (token, expert) that find no slot in any round
+    dropped: Int[Array, " 1"]
+    # which this rank knows to be needed; the most of all ranks of ep are needed
+    rounds: Int[Array, ""]
 
 
 class Arrived(NamedTuple):
@@ -113,7 +115,13 @@ class Transfer:
     bytes: int
 
 
-def collective(kind: str, dtype: str, shape: Sequence[int], resolved: ResolvedAxes, axes: Names) -> Transfer:
+def collective(
+    kind: str,
+    dtype: str,
+    shape: Sequence[int],
+    resolved: ResolvedAxes,
+    axes: Names,
+) -> Transfer:
     """Returns the Transfer of a collective by the ring algorithm."""
     group = resolved.size(axes)
     sent = ring_bytes(kind, math.prod(shape) * jnp.dtype(dtype).itemsize, group)
@@ -127,11 +135,14 @@ def ring_bytes(kind: str, size: int, group: int) -> int:
     of an all-reduce, b (g-1) of a reduce-scatter, and b to another device. An all-gather to 1024 bytes in a group of 4
     sends 768.
     """
+    if group == 1:
+        return 0
     if kind in ("collective-permute", "collective-broadcast"):
-        return size if group > 1 else 0
+        return size
     if kind == "reduce-scatter":
         return size * (group - 1)
-    return -(-size * (group - 1) * (2 if kind == "all-reduce" else 1) // group)
+    rounds = 2 if kind == "all-reduce" else 1
+    return -(-size * (group - 1) * rounds // group)
 
 
 class Transport:
@@ -149,11 +160,22 @@ class Transport:
     has_slots: bool = True
     portable: bool = True
 
-    def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""] = 0) -> Planned:
+    def plan(
+        self,
+        static: ExchangeSpec,
+        experts: Int[Array, "T K"],
+        index: int | Int[Array, ""] = 0,
+    ) -> Planned:
         """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
         raise NotImplementedError
 
-    def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
+    def send(
+        self,
+        static: ExchangeSpec,
+        rows: Array,
+        narrow: Sequence[Array],
+        sent: Sent,
+    ) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
 
         Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
@@ -171,7 +193,13 @@ class Transport:
         """
         return None
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
+    def cost(
+        self,
+        static: ExchangeSpec,
+        top_k: int,
+        step: str,
+        moved: Sequence[Transfer],
+    ) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.
 
         `step` is a scope of `moax.ops.dispatch_combine`, and `moved` are the collectives that all_to_all has there, the
@@ -185,12 +213,18 @@ def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
 
     With 4 experts, 2 ranks and K = 2, five of the six choices hold an expert of rank 0, so 6 tokens send it 5 rows.
     """
-    every, others = (math.comb(experts, top_k) for experts in (num_experts, num_experts - num_experts // ranks))
+    every = math.comb(num_experts, top_k)
+    others = math.comb(num_experts - num_experts // ranks, top_k)
     return -(-tokens * (every - others) // every)
 
 
 def allot_slots(
-    tokens: int, top_k: int, ranks: int, num_experts: int, capacity_factor: float | None, buffer_factor: float | None
+    tokens: int,
+    top_k: int,
+    ranks: int,
+    num_experts: int,
+    capacity_factor: float | None,
+    buffer_factor: float | None,
 ) -> tuple[int, int]:
     """Returns the slots of a pair of ranks in one round, and its capacity: the slots of all rounds together.
 
@@ -200,7 +234,8 @@ def allot_slots(
     if capacity_factor is not None:
         capacity = min(tokens, math.ceil(capacity_factor * tokens * top_k / ranks))
         return capacity, capacity
-    return allot_rows(balanced_rows(tokens, top_k, ranks, num_experts), buffer_factor, tokens), tokens
+    balanced = balanced_rows(tokens, top_k, ranks, num_experts)
+    return allot_rows(balanced, buffer_factor, tokens), tokens
 
 
 def number_slots(
@@ -211,7 +246,8 @@ def number_slots(
     A slot at or past `slots` is of a later round, and T marks a token of an earlier round, or of no round. With 4
     slots, round 1 has (0, 3, T, 4) of the slots (4, 7, 2, 8).
     """
-    tokens, ranks = experts.shape[0], static.ranks
+    tokens = experts.shape[0]
+    ranks = static.ranks
     # Rank i owns experts [i E/ranks, (i + 1) E/ranks).
     owner = lax.div(experts, jnp.full_like(experts, static.num_experts // ranks))
     slot, until = find_slots(owner, ranks)
@@ -230,7 +266,10 @@ def count_rounds(static: ExchangeSpec, rows: Int[Array, "..."]) -> Int[Array, ""
     return jnp.maximum(1, -(-jnp.minimum(rows, static.capacity).max() // static.slots))
 
 
-def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
+def find_slots(
+    owner: Int[Array, "T K"],
+    ranks: int,
+) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
     """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
 
     Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
@@ -244,14 +283,18 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
     no rank.
     """
     tokens, top_k = owner.shape
-    words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
+    padded = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks)
+    words = padded.reshape(1, -1, 32 * top_k)
     bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
     wanted = words == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
-    bits = lax.reduce_or(jnp.where(wanted, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0)), axes=(2,))
+    wanted_bits = jnp.where(wanted, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0))
+    bits = lax.reduce_or(wanted_bits, axes=(2,))
     word = jnp.arange(bits.shape[1], dtype=jnp.int32)
     earlier = (word[:, None] >= word[None])[None]
-    until = jnp.where(earlier, lax.population_count(bits).astype(jnp.int32)[:, None], 0).sum(-1, dtype=jnp.int32)
-    own, bit = bits.T[:, None], bit[None, :, None]
+    in_word = lax.population_count(bits).astype(jnp.int32)
+    until = jnp.where(earlier, in_word[:, None], 0).sum(-1, dtype=jnp.int32)
+    own = bits.T[:, None]
+    bit = bit[None, :, None]
     slot = until.T[:, None] - lax.population_count(own & ~(bit - 1)).astype(jnp.int32)
     return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
 
@@ -263,8 +306,11 @@ class AllGather(Transport):
     has_slots = False
 
     def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
-        ep = static.axes.ep if rows.shape[0] else ()  # XLA gathers no array of no rows
-        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
+        ep = static.axes.ep
+        if not ep or rows.shape[0] == 0:
+            # XLA gathers no array of no rows.
+            return Arrived(rows, list(narrow))
+        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) for v in (rows, *narrow))
         return Arrived(rows, narrow)
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
@@ -278,9 +324,11 @@ class AllToAll(Transport):
     note = "bounded by buffer_factor and capacity_factor"
 
     def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
-        tokens, ranks = experts.shape[0], static.ranks
+        tokens = experts.shape[0]
+        ranks = static.ranks
         slot, until, dropped = number_slots(static, experts, index)
-        rank, token = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
+        rank = jnp.arange(ranks, dtype=jnp.int32)
+        token = jnp.arange(tokens, dtype=jnp.int32)
         empty = jnp.full((ranks, static.slots), tokens, jnp.int32)
         sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
         return Planned(sent, dropped, count_rounds(static, until[:, -1]))
@@ -301,4 +349,6 @@ class AllToAll(Transport):
 
 def _swap(static: ExchangeSpec, values):
     """Slot n for rank r becomes slot n from rank r."""
-    return lax.all_to_all(values, static.axes.ep, 0, 0, tiled=True) if static.axes.ep else values
+    if not static.axes.ep:
+        return values
+    return lax.all_to_all(values, static.axes.ep, 0, 0, tiled=True)

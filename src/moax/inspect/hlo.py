@@ -131,7 +131,7 @@ class Instruction:
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         if match is None:
             return ""
-        return match[1]
+        return re.sub(r"\\(.)", r"\1", match[1])  # the text escapes quotes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +286,7 @@ def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Val
     params: dict[int, Value] = {}
     for instruction in entry:
         if instruction.opcode == "parameter":
-            name = re.sub(r"\\(.)", r"\1", instruction.op_name) or f"parameter {instruction.arguments}"
+            name = instruction.op_name or f"parameter {instruction.arguments}"
             shape = instruction.elements[0].shape if instruction.elements else ()
             params[int(instruction.arguments)] = Value(name, shape)
     flow = _Flow(program)

@@ -3,7 +3,7 @@
 Rows have the layout of a `Groups`. Their padding may hold anything, in arguments and in results. `recipe` and `role`
 give the format of rows: `recipe.x` or `recipe.dy`. Where one scale holds for a whole tensor, its maximum is taken over
 the mesh axes `amax_over` too. A weight's shard [E, K, *C] is gathered over the mesh axes `gather` of each dim.
-`contracted` is `rows` for a matmul over K, and `columns` for a matmul over *C.
+`use` is `fprop` for a matmul over K, and `dgrad` for a matmul over *C.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moax.kernels import Operand, Role
 from moax.kernels.groups import Groups, Packing
 from moax.kernels.scales import Block
 from moax.mesh.axes import Names
-from moax.recipe import Contracted, Format, Recipe, Recipes
+from moax.recipe import Format, Recipe, Recipes, Use
 from moax.types import QArray, QShard
 
 
@@ -29,7 +29,7 @@ class Kernels(Protocol):
         """Returns whether matmuls of this recipe multiply in FP8; else operands are dequantized to the dtype."""
         ...
 
-    def stores_weight_transposed(self, recipe: Recipe, contracted: Contracted) -> bool:
+    def stores_weight_transposed(self, recipe: Recipe, use: Use) -> bool:
         """Returns whether a quantized shard of a weight has the dims (E, *C, K)."""
         ...
 
@@ -109,26 +109,26 @@ class Kernels(Protocol):
 
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (), *,
-        gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True,
-        columns: bool = True,
+        gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, direct: bool = True,
+        wgrad: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
-        """Returns rows [M, ..., C] as two Operands: for a matmul over columns (forward, dgrad), and for wgrad.
+        """Returns rows [M, ..., C] as two Operands: for the matmul with a weight, fprop or dgrad, and for wgrad.
 
         With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_products`
         too, where `choose_rows` says so, the matmuls gather the rows from x instead. The first Operand may be None
-        without `rows`, and the second one without `columns`.
+        without `direct`, and the second one without `wgrad`.
         """
         ...
 
     def quantize_shard(
-        self, w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+        self, w: Array, recipe: Recipe, use: Use, gather: Sequence[Names],
         amax_over: Names,
     ) -> QShard:  # fmt: skip
         """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
         ...
 
     def gather_shard(
-        self, shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+        self, shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
     ) -> Operand:  # fmt: skip
         """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
         ...

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moax.kernels.groups import Groups, zero_rows
 from moax.mesh.axes import Names
-from moax.recipe import Contracted, Format
+from moax.recipe import Format, Use
 from moax.types import QArray
 
 Block = tuple[int | None, ...]
@@ -105,7 +105,7 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
 
 
 def find_scale_axes(
-    shape: Sequence[int], format: Format, contracted: Contracted, gather: Sequence[Names]
+    shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]
 ) -> tuple[Names, ...] | None:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
@@ -115,7 +115,7 @@ def find_scale_axes(
     """
     if format.block is None:  # one scale holds for a matrix
         return (gather[0], (), ())
-    _, rows, columns = format.weight_block(3, contracted)
+    _, rows, columns = format.weight_block(3, use)
     gathers_columns = any(gather[2:])
     if gather[1] and shape[1] % (rows or 1):
         return None

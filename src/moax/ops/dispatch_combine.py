@@ -235,7 +235,7 @@ def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Arr
     if wire is None or not static.axes.ep:  # on one rank nothing travels
         return transport.send(static, x, narrow, sent)
     kernels = implementation(static.kernels)
-    q = kernels.quantize(x, wire, wire.row_block(2, "columns"))
+    q = kernels.quantize(x, wire, wire.row_block(2, "fprop"))
     arrived = transport.send(static, q.data, (q.scale, *narrow), sent)
     scale, *narrow = arrived.narrow
     if arrived.words is not None and scale.dtype == jnp.float32:

@@ -281,7 +281,7 @@ def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[
 def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     gathered = None
     if static.apart:
-        gathered = weights.gather_weight(view, static.weight, w, None, "rows")
+        gathered = weights.gather_weight(view, static.weight, w, None, "fprop")
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
     if view.engine == "custom_partitioning":
@@ -296,7 +296,7 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     w = lax.optimization_barrier(w)
     gathered = None
     if static.apart:
-        gathered = weights.gather_weight(view, static.weight, w, None, "columns")
+        gathered = weights.gather_weight(view, static.weight, w, None, "dgrad")
     dy = dy.astype(static.weight.dtype)
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
     if static.apart:
@@ -312,10 +312,10 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
     kernels = implementation(static.weight.kernels)
     if gathered is None:
-        (gathered,) = weights.gather_shard((static.weight, "rows"), layout, w, None)
+        (gathered,) = weights.gather_shard((static.weight, "fprop"), layout, w, None)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     contracted = layout.kept[1]
-    rows, _ = _quantize_rows(static, packed, x, "x", contracted, columns=False)
+    rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
     if bias is not None:
         bias = mask_to_first_rank(bias, contracted)
     y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.product, bias))
@@ -329,7 +329,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     dtype = weight.dtype
     kernels = implementation(weight.kernels)
     if gathered is None:
-        (gathered,) = weights.gather_shard((weight, "columns"), layout, w, None)
+        (gathered,) = weights.gather_shard((weight, "dgrad"), layout, w, None)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     contracted = layout.kept[1]
@@ -338,7 +338,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
     d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
-    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)
+    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
     dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
     if not static.apart:
@@ -352,15 +352,15 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     kernels = implementation(weight.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     _, contracted, *columns = layout.kept
-    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)
+    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
     dy_cast = dy.astype(weight.dtype)
-    _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), rows=False)
+    _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), direct=False)
     dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
     return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
-    """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
+    """Returns rows [M, ...] as operands of the matmul with w and of wgrad; `split` are the axes of the columns."""
     weight = static.weight
     kernels = implementation(weight.kernels)
     amax_axes = weight.axes.tokens + split

@@ -85,7 +85,7 @@ def quantize(
     check_arrays("x [...], group_sizes? int [groups]", x, group_sizes)
     check_value("format", format, Format)
     if block is None:
-        block = format.row_block(x.ndim, "columns")
+        block = format.row_block(x.ndim, "fprop")
     block = tuple(block) if isinstance(block, list | tuple) else (block,)
     if len(block) != x.ndim:
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")

@@ -26,12 +26,12 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
-from moax.recipe import Contracted, Recipe
+from moax.recipe import Recipe, Use
 from moax.types import QShard
 
-# A QShard for each of `CONTRACTED`, or one array in the dtype of products where the recipe has no format of weights.
+# A QShard for each of `USES`, or one array in the dtype of products where the recipe has no format of weights.
 QuantizedWeight = tuple[Any, ...]
-CONTRACTED: tuple[Contracted, Contracted] = ("rows", "columns")
+USES: tuple[Use, Use] = ("fprop", "dgrad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,25 +120,23 @@ def _name_axes(names: Names) -> str:
     return f"mesh {word} {', '.join(map(repr, names))}"
 
 
-def gather_weight(
-    view: MeshView, weight: WeightSpec, w: Array, quantized: QuantizedWeight | None, contracted: Contracted
-) -> Operand:
-    """Returns the whole weight as each device's operand of a product over K, the `rows`, or over *C, the `columns`.
+def gather_weight(view: MeshView, weight: WeightSpec, w: Array, quantized: QuantizedWeight | None, use: Use) -> Operand:
+    """Returns the whole weight as each device's operand of a matmul: over K for `fprop`, over *C for `dgrad`.
 
     Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
     """
-    (gathered,) = _gather(view, (weight, contracted), w, quantized)
+    (gathered,) = _gather(view, (weight, use), w, quantized)
     return gathered
 
 
 def gather_shard(
-    static: tuple[WeightSpec, Contracted],
+    static: tuple[WeightSpec, Use],
     layout: WeightLayout,
     w: Array | None,
     quantized: QuantizedWeight | None,
 ) -> tuple[Operand]:
     """Runs `gather_weight` on one device."""
-    weight, contracted = static
+    weight, use = static
     recipe = weight.recipe
     gather = layout.gather
     if quantized is not None:
@@ -150,10 +148,10 @@ def gather_shard(
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
         kernels = implementation(weight.kernels)
-        shard = None if quantized is None else quantized[CONTRACTED.index(contracted)]
+        shard = None if quantized is None else quantized[USES.index(use)]
         if shard is None:
-            shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
-        operand = kernels.gather_shard(shard, recipe, contracted, gather)
+            shard = kernels.quantize_shard(cast(Array, w), recipe, use, gather, layout.matrix_axes)
+        operand = kernels.gather_shard(shard, recipe, use, gather)
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
     return (lax.optimization_barrier(operand),)
 
@@ -177,9 +175,9 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
         return (layout.spec,)
     kernels = implementation(weight.kernels)
     specs = []
-    for contracted in CONTRACTED:
+    for use in USES:
         shard_shape = local_shape(shape, layout.spec, weight.axes)
-        scale_axes = find_scale_axes(shard_shape, format, contracted, layout.gather)
+        scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
         if not scale_axes:
             scale_axes = (layout.gather[0], (), ())
         split = layout.kept
@@ -189,7 +187,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
             split = (*split[:2], sum(split[2:], ()))
         data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
         scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
-        if kernels.stores_weight_transposed(weight.recipe, contracted):
+        if kernels.stores_weight_transposed(weight.recipe, use):
             data = [data[0], *data[2:], data[1]]
             scale = [scale[0], *scale[2:], scale[1]]
         specs.append(QShard(Spec(*data), Spec(*scale)))
@@ -208,8 +206,8 @@ def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWe
 def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
     quantize = implementation(weight.kernels).quantize_shard
     arrays = []
-    for contracted in CONTRACTED:
-        arrays += quantize(w, weight.recipe, contracted, layout.gather, layout.matrix_axes)
+    for use in USES:
+        arrays += quantize(w, weight.recipe, use, layout.gather, layout.matrix_axes)
     return tuple(arrays)
 
 
@@ -219,7 +217,7 @@ def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpShardin
     return OpSharding((layout.spec,), specs, [()] * 4, layout)
 
 
-def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, operand_specs) -> OpSharding:
+def _gather_sharding(static: tuple[WeightSpec, Use], operands, operand_specs) -> OpSharding:
     weight, _ = static
     w, quantized = operands
     layout = find_layout(weight, operand_specs[0], w.ndim)

@@ -68,9 +68,10 @@ def round_weight(w: np.ndarray, format: Format | None, contracted: str, tp_dim: 
     if format.block is None:  # Each expert has one scale, for any sharding.
         tp = 1
     parts = []
+    block = format.weight_block(3, "fprop" if contracted == "rows" else "dgrad")
     for part in np.split(np.asarray(w, np.float32), tp, axis=tp_dim or 0):
         flat = part.reshape(*part.shape[:2], -1)
-        parts.append(round_trip(flat, format, format.weight_block(3, contracted)).reshape(part.shape))
+        parts.append(round_trip(flat, format, block).reshape(part.shape))
     return np.concatenate(parts, axis=tp_dim or 0)
 
 

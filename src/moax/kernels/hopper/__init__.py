@@ -47,7 +47,7 @@ from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
-from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
+from moax.recipe import FULL, Format, Recipe, Recipes, Use
 from moax.types import QArray, QShard
 
 __all__ = xla.__all__
@@ -141,10 +141,10 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
-    *, gather_idx: Any = None, in_products: bool = False, rows: bool = True, columns: bool = True,
+    *, gather_idx: Any = None, in_products: bool = False, direct: bool = True, wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
-    if not (rows or columns):
+    if not (direct or wgrad):
         return None, None
     format: Any = getattr(recipe, role)
     if in_products and format is None:
@@ -166,7 +166,7 @@ def quantize_for_matmul(
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        results: Any = dict(rows=rows, columns=columns)
+        results: Any = dict(rows=direct, columns=wgrad)
         return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, scale=scale, **results)
 
 
@@ -284,7 +284,7 @@ def activate(
             return activation.activate_quantize(flat, groups.blocks, act, **settings)
         else:
             a = activation.activate_rows(flat, groups.blocks, act, **settings)
-    return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
+    return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
 
 
 def activate_grad(
@@ -315,7 +315,7 @@ def activate_grad_quantize(
         a, d_h_rows, d_h_columns, inner = results
         return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, rows=False)
+    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, direct=False)
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
@@ -359,27 +359,25 @@ def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_id
     return tile
 
 
-def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
+def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
     """Returns whether a quantized shard has the dims (E, *C, K): FP8 matmuls read both operands along K."""
-    return supports_fp8(recipe) and contracted == "rows"
+    return supports_fp8(recipe) and use == "fprop"
 
 
 @jax.named_scope("quantize")
-def quantize_shard(
-    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
-) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
     """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
     if not supports_fp8(recipe):
-        return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
+        return xla.quantize_shard(w, recipe, use, gather, amax_over)
     format = cast(Format, recipe.w)
-    transposed = stores_weight_transposed(recipe, contracted)
+    transposed = stores_weight_transposed(recipe, use)
     experts, rows, *columns = w.shape
-    whole_blocks = find_scale_axes(w.shape, format, contracted, gather) is not None
+    whole_blocks = find_scale_axes(w.shape, format, use, gather) is not None
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if not whole_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         if format.scale == "e8m0":  # the matmuls take these scales in float32
             recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
-        shard = xla.quantize_shard(w, recipe, contracted, gather, amax_over)
+        shard = xla.quantize_shard(w, recipe, use, gather, amax_over)
         if not transposed:
             return shard
         return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
@@ -399,17 +397,17 @@ def quantize_shard(
 
 
 def gather_shard(
-    shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
 ) -> Any:  # fmt: skip
     """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a matmul over rows."""
     if not supports_fp8(recipe):
-        return xla.gather_shard(shard, recipe, contracted, gather)
+        return xla.gather_shard(shard, recipe, use, gather)
     format = cast(Format, recipe.w)
-    transposed = stores_weight_transposed(recipe, contracted)
+    transposed = stores_weight_transposed(recipe, use)
     shape = shard.data.shape
     if transposed:
         shape = (shape[0], shape[-1], *shape[1:-1])
-    scale_axes = find_scale_axes(shape, format, contracted, gather) or (gather[0], (), ())
+    scale_axes = find_scale_axes(shape, format, use, gather) or (gather[0], (), ())
     data = gather_weight(shard.data, _turn(gather, transposed))
     scale = gather_weight(shard.scale, _turn(scale_axes, transposed))
     data = _flatten_columns(data, transposed)
@@ -438,7 +436,7 @@ def quantize(
 ) -> QArray:  # fmt: skip
     """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
     *dims, width = x.shape
-    by_columns = block == format.row_block(x.ndim, "columns")
+    by_columns = block == format.row_block(x.ndim, "fprop")
     if not by_columns or not _supports_wire(format, math.prod(dims), width):
         return xla.quantize(x, format, block, amax_over)
     flat = x.reshape(-1, width)

@@ -35,7 +35,7 @@ from moax.kernels.xla.operands import (
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import vary_like
-from moax.recipe import FULL, Contracted, Recipe, Recipes
+from moax.recipe import FULL, Recipe, Recipes, Use
 from moax.types import QArray
 
 __all__ = [
@@ -56,7 +56,7 @@ def supports_fp8(recipe: Recipe) -> bool:
     return False
 
 
-def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
+def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
     """Returns False: a quantized shard of a weight has the dims (E, K, *C)."""
     return False
 

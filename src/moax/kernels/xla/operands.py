@@ -25,7 +25,7 @@ from moax.kernels.scales import (
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
-from moax.recipe import Contracted, Format, Recipe
+from moax.recipe import Format, Recipe, Use
 from moax.types import QArray, QShard
 
 
@@ -50,17 +50,17 @@ def dequantize_wire(
     """Returns all rows [R, C], from their bytes and the scales in `words`."""
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
-    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns")), dtype)
+    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "fprop")), dtype)
 
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (), *,
-    gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True,
-    columns: bool = True,
+    gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, direct: bool = True,
+    wgrad: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C], or x[gather_idx], for a matmul over columns and for wgrad.
 
-    XLA drops an operand that the caller does not use, so `rows` and `columns` change nothing.
+    XLA drops an operand that the caller does not use, so `direct` and `wgrad` change nothing.
     """
     format: Format | None = getattr(recipe, role)
     if gather_idx is not None:
@@ -80,25 +80,23 @@ def quantize_for_matmul(
             amax_over = ()
         else:
             x = real  # padding must not enter a scale that all rows share
-        by_columns = quantize(x, format, format.row_block(2, "columns"), amax_over)
-        by_rows = quantize(real, format, format.row_block(2, "rows"), amax_over)
-        return by_columns, by_rows
+        operand = quantize(x, format, format.row_block(2, "fprop"), amax_over)
+        wgrad_operand = quantize(real, format, format.row_block(2, "wgrad"), amax_over)
+        return operand, wgrad_operand
 
 
-def quantize_shard(
-    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
-) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = cast(Format, recipe.w)
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     with jax.named_scope("quantize"):
-        if find_scale_axes(w.shape, format, contracted, gather) is None:
-            scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
+        if find_scale_axes(w.shape, format, use, gather) is None:
+            scale, inverse = _scale_shared_blocks(flat, w.shape, format, use, gather)
             data, scale = encode(flat, scale, inverse, format)
             return QShard(data.reshape(w.shape), scale)
         if format.block:
             amax_over = ()
-        q = quantize(flat, format, format.weight_block(3, contracted), amax_over)
+        q = quantize(flat, format, format.weight_block(3, use), amax_over)
         scale = q.scale
         if format.block and any(gather[2:]):
             # The scales of gathered columns have the dims of the columns, since no block lies in two shards of the last
@@ -108,25 +106,25 @@ def quantize_shard(
 
 
 def gather_shard(
-    shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
 ) -> QArray:  # fmt: skip
     """Returns the whole weight from a quantized shard of it."""
     format = cast(Format, recipe.w)
-    scale_axes = find_scale_axes(shard.data.shape, format, contracted, gather) or (gather[0], (), ())
+    scale_axes = find_scale_axes(shard.data.shape, format, use, gather) or (gather[0], (), ())
     data = gather_weight(shard.data, gather)
     scale = gather_weight(shard.scale, scale_axes)
     data = data.reshape(*data.shape[:2], -1)
     scale = scale.reshape(*scale.shape[:2], -1)
-    return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
+    return QArray(data, scale, format.dtype, format.weight_block(3, use))
 
 
 def _scale_shared_blocks(
-    flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names],
+    flat, shape, format: Format, use: Use, gather: Sequence[Names],
 ):  # fmt: skip
     """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
     # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
     # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
-    rows, columns = (n or 1 for n in format.weight_block(3, contracted)[1:])
+    rows, columns = (n or 1 for n in format.weight_block(3, use)[1:])
     whole = [n * lax.axis_size(names) for n, names in zip(shape, gather, strict=True)]
     starts = [lax.axis_index(names).astype(jnp.int32) * n for n, names in zip(shape, gather, strict=True)]
     column = jnp.zeros((1,), jnp.int32)
