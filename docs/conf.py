@@ -27,6 +27,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries = False
 
+myst_heading_anchors = 2  # a link may name a heading: page.md#a-heading
 smartquotes = False  # three dots in a shape are three dots
 highlight_language = "text"  # of blocks that name no language: formulas
 

@@ -1,11 +1,12 @@
 """Names in code type on the pages: files, names of moax, modules that run and targets of the Makefile exist.
 
-Covers: README.md, CONTRIBUTING.md, benchmarks/README.md and docs/.
+Covers: README.md, CONTRIBUTING.md, benchmarks/README.md and docs/; the line of the log that only a GPU prints.
 """
 
 import importlib
 import importlib.util
 import re
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ from support import pages
 pytest.importorskip("flax")
 
 import moax
+from moax import checks, kernels
+from moax.kernels import device
 
 ROOT = pages.ROOT
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *pages.PAGES]
@@ -100,3 +103,18 @@ def test_a_name_that_is_gone_is_found():
         assert [found.split()[-1] for found in missing(f"It is `{name}`.")] == [name.split()[-1]]
     assert missing("```sh\nmake gone\n```\n") == ["make gone"]
     assert missing("".join(f"It is `{name}`.\n" for name in THERE)) == []
+
+
+def test_the_log_of_the_kernels_is_on_the_page(monkeypatch, caplog):
+    """Breaks if docs/how-to/troubleshooting.md quotes another line than moax logs on a GPU without kernels."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+    for module in (device, kernels):
+        monkeypatch.setattr(module, "find_device", lambda: gpu)
+    checks.log_once.cache_clear()
+    assert kernels.select_kernels("auto", "float32") == "xla"
+    quoted = [
+        part for part in code((ROOT / "docs/how-to/troubleshooting.md").read_text()) if part.startswith("kernels='")
+    ]
+    assert len(quoted) == 1 and len(caplog.messages) == 1
+    before, after = quoted[0].split("...")
+    assert caplog.messages[0].startswith(before) and caplog.messages[0].endswith(after)
