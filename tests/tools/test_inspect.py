@@ -472,11 +472,12 @@ def test_table():
     assert inspect.table(sample()) == dedent(expected)
 
 
-def test_table_keeps_the_end_of_a_name():
-    """Breaks if a long name loses its end, which tells the op, or if its line grows."""
-    name = f"jit(step)/{'Layer/' * 20}moe/gather_weight"
+def test_table_keeps_both_ends_of_a_name():
+    """Breaks if a long name loses its start, which tells backward, or its end, which tells the op, or if it grows."""
+    name = f"jit(step)/transpose(jvp())/{'Layer/' * 20}moe/gather_weight"
     *_, op = inspect.table([Collective("all-gather", "uint8", (8,), ("fsdp",), 2, 8, name)]).splitlines()[2].split()
-    assert op == "..." + name[-77:] and op.endswith("Layer/moe/gather_weight")
+    assert op == f"{name[:30]}...{name[-47:]}" and len(op) == 80
+    assert "transpose(" in op and op.endswith("Layer/moe/gather_weight")
 
 
 def test_wrong_arguments(mesh):
