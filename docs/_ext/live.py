@@ -1,6 +1,6 @@
 """Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
 
-{cli-help} benchmarks       `python -m benchmarks --help`; lm-train: `python -m lm train --help`
+{cli-help} benchmarks       `python -m benchmarks --help`; lm-train: `python -m lm train --help`; moax-estimate
 {wire-table}                benchmarks/results/wire.json
 {hf-impossible}             moax.hf.IMPOSSIBLE
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
@@ -51,9 +51,12 @@ class Help(Live):
     def node(self):
         from benchmarks.command import parser
         from lm import command
+        from moax.__main__ import estimate_parser
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
-        found = {"benchmarks": parser, "lm-train": command.parser}[self.arguments[0]]()
+        found = {"benchmarks": parser, "lm-train": command.parser, "moax-estimate": estimate_parser}[
+            self.arguments[0]
+        ]()
         return literal(found.format_help().rstrip(), "text")
 
 

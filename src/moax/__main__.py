@@ -1,21 +1,30 @@
-"""The command `moax` shows this machine, which of moax's implementations run on it, and why the others do not."""
+"""The command `moax` shows this machine, which of moax's implementations run on it, and why the others do not.
+
+`moax estimate MODEL` prints what the MoE layers of a model cost on a mesh, and whether they fit.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform as python
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from moax import __version__
 from moax.checks import Unsupported
-from moax.exchange import TRANSPORTS, select_transport
+from moax.config import MoEConfig
+from moax.estimate import HARDWARE, Estimate, estimate
+from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
+from moax.hf import config_from_hf, moe_layers
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
 from moax.kernels.device import find_device
+from moax.models import MODELS
 from moax.recipe import RECIPES
 from moax.text import align
 
@@ -32,8 +41,11 @@ class Choice(NamedTuple):
     note: str
 
 
-def main() -> None:
-    """Prints the text of `describe`, or one line with the reason why JAX cannot start."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the text of `describe`, or one line with the reason why JAX cannot start; with words an estimate."""
+    words = sys.argv[1:] if argv is None else argv
+    if words:
+        sys.exit(print_estimate(words))
     try:
         jax.device_count()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform of `jax_platforms`.
@@ -70,6 +82,72 @@ def describe() -> str:
         f"devices  {jax.device_count()} x {kind} (platform {platform})"
         f"{room}{processes}\n\n"
         f"what runs here, by argument of moax.moe\n{align(runs)}\n\nextras\n{align(extras)}"
+    )
+
+
+def estimate_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `moax estimate`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moax",
+        usage="python -m moax [estimate MODEL --mesh SIZES --tokens T [options]]",
+        description="Prints what the MoE layers of a model cost on a mesh, and whether they fit. The exit status is 1 "
+        "where they do not fit. Without words the command prints what runs on this machine.",
+    )
+    add = parser.add_argument
+    known = ", ".join(MODELS)
+    add("command", choices=("estimate",), help=argparse.SUPPRESS)
+    add("model", metavar="MODEL", help=f"{known}, or a folder with the config.json of a Hugging Face model")
+    add("--mesh", required=True, type=read_mesh, metavar="SIZES", help="the devices along each axis: fsdp=32,ep=8")
+    add("--tokens", required=True, type=int, metavar="T", help="the tokens of a GPU in a step")
+    add("--hardware", choices=HARDWARE, default="h200", help="the GPU (default: %(default)s)")
+    add("--recipe", choices=RECIPES, help="the recipe of the matmuls (default: none)")
+    add("--exchange", choices=EXCHANGES, default="auto", help="how tokens reach their experts (default: %(default)s)")
+    add("--layers", type=int, metavar="N", help="the MoE layers (default: those of the model)")
+    add("--remat", action="store_true", help="jax.checkpoint is around each block")
+    add("--optimizer-bytes", type=int, default=8, metavar="B", help="the optimizer state of a parameter (default: 8)")
+    add("--other-gb", type=float, default=0.0, metavar="GB", help="GB of a GPU for the rest of the model (default: 0)")
+    return parser
+
+
+def read_mesh(text: str) -> dict[str, int]:
+    """Returns the sizes of a mesh: {"fsdp": 32, "ep": 8} of "fsdp=32,ep=8"."""
+    entries = [entry.strip().partition("=") for entry in text.split(",")]
+    sizes = {axis: int(size) for axis, _, size in entries if axis and size.isdecimal()}
+    if len(sizes) < len(entries):
+        raise argparse.ArgumentTypeError(f"{text!r} must have the devices along each axis, each once: fsdp=32,ep=8")
+    return sizes
+
+
+def print_estimate(words: Sequence[str]) -> int | str:
+    """Prints the estimate for the words of the command; returns the exit status, or the line of an error."""
+    args = estimate_parser().parse_args(words)
+    try:
+        result = _estimate(args)
+    except (ValueError, Unsupported, OSError) as error:
+        return f"python -m moax: error: {error}"
+    print(result)
+    return int(not result.fits)
+
+
+def _estimate(args: argparse.Namespace) -> Estimate:
+    """Returns the estimate for the arguments; a model of no known name may be a folder."""
+    model: str | MoEConfig = args.model
+    layers = args.layers
+    if args.model not in MODELS and Path(args.model).exists():
+        model = config_from_hf(args.model)
+        if layers is None:
+            layers = len(moe_layers(args.model))
+    return estimate(
+        model,
+        args.mesh,
+        args.tokens,
+        hardware=args.hardware,
+        layers=layers,
+        remat=args.remat,
+        optimizer_bytes=args.optimizer_bytes,
+        other_bytes=round(args.other_gb * 1e9),
+        recipe=args.recipe,
+        exchange=args.exchange,
     )
 
 

@@ -104,4 +104,5 @@ def test_every_command_has_its_help_on_a_page():
     assert set(re.findall(r"^```\{cli-help\} ([\w-]+)$", page, re.M)) == {
         "benchmarks",
         "lm-train",
+        "moax-estimate",
     }

@@ -19,6 +19,7 @@ from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS, select_kernels
 from moax.kernels.device import find_device
 from moax.recipe import RECIPES
+from support import ROOT
 from support.gpus import pretend
 
 pytestmark = pytest.mark.loose
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.loose
 
 def test_info_says_what_runs(capsys):
     """Breaks if a stranger cannot see what this machine runs, or is told another reason than `moax.moe` would give."""
-    cli.main()
+    cli.main([])
     said = capsys.readouterr().out
     assert "8 x cpu (platform cpu)" in said and f"jax {jax.__version__}" in said
     with pytest.raises(Unsupported, match=re.escape(find_device().device_kind)) as refused:
@@ -40,6 +41,42 @@ def test_info_says_what_runs(capsys):
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
     assert not choices["kernels", "hopper"].runs and choices["kernels", "auto"].note == "xla"
     assert all(choice.runs or argument != "recipe" and choice.note for (argument, _), choice in choices.items())
+
+
+SMALL = ["estimate", str(ROOT / "tests" / "data" / "hf" / "qwen3_moe"), "--mesh", "fsdp=2, ep=2", "--tokens", "64"]
+
+
+def test_estimate_of_a_folder(capsys):
+    """Breaks if the command does not say whether the layers of a config.json fit, or exits alike where they do not."""
+    assert cli.print_estimate([*SMALL, "--recipe", "fp8_block"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 MoE layer of 8 experts") and "\nNVIDIA H200, mesh fsdp=2,ep=2: 64 tokens a GPU" in said
+    assert re.search(r"^fits: 0.0 GB of 126.9 GB", said, re.MULTILINE)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*SMALL, "--layers", "3", "--hardware", "h100", "--other-gb", "73"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 1 and said.startswith("3 MoE layers")
+    assert "\ndoes not fit: 73.0 GB of 72.0 GB" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "fsdp"], "'fsdp' must have the devices along each axis, each once: fsdp=32,ep=8"),
+        (["--mesh", "ep=2,ep=4"], "'ep=2,ep=4' must have"),
+        (["--hardware", "tpu"], "invalid choice: 'tpu'"),
+        (["--mesh", "ep=3"], "is not divisible by"),
+        (["--mesh", "pp=2"], "mesh axis 'pp' of 2 devices has no role"),
+        (["--layers", "0"], "layers=0 must be"),
+        (["--other-gb", "-1"], "other_bytes=-1000000000 must be"),
+    ],
+)
+def test_estimate_refuses(words, message, capsys):
+    """Breaks if a wrong word of the command ends in a traceback, or in success."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*SMALL, *words])
+    assert ended.value.code not in (0, None)
+    assert message in f"{ended.value.code}{capsys.readouterr().err}"
 
 
 def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
