@@ -49,6 +49,22 @@ def test_cpu_text():
     assert c == Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, op_name)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (r"v[\'params\'][\'moe\'][\'wi\'].value", "v['params']['moe']['wi'].value"),
+        (r"jit(f)/moe-\303\251/\347\233\256", "jit(f)/moe-é/目"),
+        (r"a\\303/b\nc", r"a\303/b\nc"),
+        (r"cut \303", "cut \N{REPLACEMENT CHARACTER}"),
+        ("moe-é", "moe-é"),
+    ],
+)
+def test_names_have_no_escapes(text, name):
+    """Breaks if the quotes of a Linen parameter, or the letters of a layer's name, are printed as XLA escapes them."""
+    (c,) = read(f'%x = u8[16,8] all-gather(%p), {GATHER}, {FSDP}, metadata={{op_name="{text}" stack_frame_id=4}}')
+    assert c.op_name == name
+
+
 def test_gpu_combined_start_and_done():
     """One combined gather of data and scales: an element each; the done is not counted again."""
     types = "((u8[8,32]{1,0}, f32[8,4]{1,0:S(1)}), (u8[16,32]{1,0}, f32[16,4]{1,0}))"
@@ -472,11 +488,27 @@ def test_table():
     assert inspect.table(sample()) == dedent(expected)
 
 
+def op_in_table(name: str) -> str:
+    """The op of the one line of a table."""
+    gather = Collective("all-gather", "uint8", (8,), ("fsdp",), 2, 8, name)
+    return inspect.table([gather]).splitlines()[2].split()[-1]
+
+
 def test_table_keeps_the_end_of_a_name():
     """Breaks if a long name loses its end, which tells the op, or if its line grows."""
     name = f"jit(step)/{'Layer/' * 20}moe/gather_weight"
-    *_, op = inspect.table([Collective("all-gather", "uint8", (8,), ("fsdp",), 2, 8, name)]).splitlines()[2].split()
-    assert op == "..." + name[-77:] and op.endswith("Layer/moe/gather_weight")
+    assert op_in_table(name) == "..." + name[-77:]
+    assert op_in_table(name).endswith("Layer/moe/gather_weight")
+    assert op_in_table(name[-80:]) == name[-80:]
+
+
+def test_table_marks_backward():
+    """Breaks if a name that is cut no longer tells backward from forward, or is marked twice."""
+    end = f"{'Layer/' * 20}moe/gather_weight"
+    assert op_in_table(f"jit(step)/transpose(jvp(Net))/{end}") == "...transpose..." + end[-65:]
+    inside = f"jit(step)/{end}/transpose(jvp())/all_gather"
+    assert op_in_table(inside) == "..." + inside[-77:]
+    assert op_in_table(f"jit(step)/{end}/transpose").startswith("...r/Layer/")
 
 
 def test_wrong_arguments(mesh):

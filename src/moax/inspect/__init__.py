@@ -35,9 +35,11 @@ from moax.text import align, plural
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
 Over = str | Sequence[str]  # one or several mesh axes
 
+NAME_WIDTH = 80  # characters of an op in a table
+_BACKWARD = "transpose("  # JAX has it in the name of an op of backward
+
 # By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
 # The combiner is a problem too: it would merge widened reductions with others.
-NAME_WIDTH = 80  # characters of an op in a table
 _WIDENED = ("bf16",)
 _WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
 _PROMOTED = re.compile(r"to_apply=%?[\w.\-]+_promoted\b")
@@ -207,7 +209,8 @@ def table(found: Iterable[Collective]) -> str:
     """Returns the collectives as a table of text: a line for each, then one for each kind and its axes, then the total.
 
     Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. A name of an op
-    shows its last 80 characters, since a GPU's compiler joins the names of collectives that it combines.
+    shows its last 80 characters, since a GPU's compiler joins the names of collectives that it combines. Where the cut
+    takes the mark of backward away, the name begins with `...transpose...`.
     """
     found = list(found)
     if not found:
@@ -229,10 +232,13 @@ def table(found: Iterable[Collective]) -> str:
 
 
 def _keep_end(name: str) -> str:
-    """Returns the last 80 characters of a name; its end tells the op, and its beginning the functions around it."""
+    """Returns the last 80 characters of a name, whose end tells the op; a mark tells that the op is of backward."""
     if len(name) <= NAME_WIDTH:
         return name
-    return "..." + name[3 - NAME_WIDTH :]
+    start = "..."
+    if _BACKWARD in name and _BACKWARD not in name[len(start) - NAME_WIDTH :]:
+        start = "...transpose..."
+    return start + name[len(start) - NAME_WIDTH :]
 
 
 def _sum_row(kind: str, axes: str, members: Sequence[Collective]) -> tuple[str, ...]:
