@@ -221,8 +221,16 @@ def test_verdict():
     assert "are left out" in alone.verdict and "are left out" not in fits.verdict
     assert full.verdict == "does not fit: 72.0 GB of 72.0 GB, which are 80 GB less a reserve of 10%"
     assert full.verdict in str(full)
-    with pytest.raises(ValueError, match="other_bytes=-1 must be"):
-        estimate("qwen3-30b", {"fsdp": 8}, 1024, other_bytes=-1)
+    bare = estimate("qwen3-30b", {"fsdp": 8}, 1024, optimizer_bytes=0, **options)
+    assert bare.memory.total == alone.memory.total - alone.memory.optimizer
+    assert "the state of the optimizer is left out; embeddings" in bare.verdict
+    assert "optimizer" not in alone.verdict
+
+
+def test_page_names_the_hardware():
+    """Breaks if the page lacks a name of the table of hardware, or says another memory."""
+    page = (ROOT / "docs" / "how-to" / "estimate.md").read_text()
+    assert all(f'`"{name}"` ({gpu.memory / 1e9:.0f} GB' in page for name, gpu in HARDWARE.items())
 
 
 @pytest.mark.parametrize(
@@ -331,6 +339,9 @@ def test_links():
         ({"mesh": {"ep": 3}}, "is not divisible by"),
         ({"tokens": 0}, "tokens=0"),
         ({"layers": 0}, "layers=0"),
+        ({"other_bytes": -1}, "other_bytes=-1 must be"),
+        ({"optimizer_bytes": -8}, "optimizer_bytes=-8 must be"),
+        ({"optimizer_bytes": "adam"}, "optimizer_bytes='adam' must be"),
         ({"kernels": "cuda"}, "kernels='cuda' must be"),
         ({"buffer_factor": 0}, "buffer_factor=0"),
     ],

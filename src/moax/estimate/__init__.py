@@ -129,12 +129,15 @@ class Estimate:
         """A sentence that says whether `memory` fits, and what is left out of it."""
         usable = (1 - RESERVE) * self.hardware.memory / 1e9
         words = "fits" if self.fits else "does not fit"
-        left_out = "embeddings, attention and other layers"
-        counted = f"; {left_out} are left out" if not self.memory.other else ""
-        return (
+        text = (
             f"{words}: {self.memory.total / 1e9:.1f} GB of {usable:.1f} GB, which are {self.hardware.memory / 1e9:.0f} "
-            f"GB less a reserve of {RESERVE:.0%}{counted}"
+            f"GB less a reserve of {RESERVE:.0%}"
         )
+        if not self.memory.optimizer:
+            text += "; the state of the optimizer is left out"
+        if not self.memory.other:
+            text += "; embeddings, attention and other layers are left out"
+        return text
 
     @property
     def seconds(self) -> float:
@@ -271,7 +274,7 @@ def estimate(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: a name is unknown, or the mesh axes of a dim do not divide its size.
+      ValueError: a name is unknown, a number of bytes is negative, or the mesh axes of a dim do not divide its size.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     if isinstance(model, str):
@@ -290,7 +293,8 @@ def estimate(
         hardware = HARDWARE[hardware]
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
-    check_value("other_bytes", other_bytes, int, least=0)
+    for name, value in {"optimizer_bytes": optimizer_bytes, "other_bytes": other_bytes}.items():
+        check_value(name, value, int, least=0)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds = (AxisType.Explicit,) * len(sizes)
