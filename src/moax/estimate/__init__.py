@@ -95,6 +95,22 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class SavedArray(NamedTuple):
+    """An array of one layer that forward keeps for backward, on one device.
+
+    Attributes:
+      name: "x" for the input of the layer, a name of `moax.CHECKPOINT_NAMES`, or else the scope that makes the array.
+        An array that has no name and no scope has "".
+      dtype, shape: those of the part on one device.
+      bytes: the size of this part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The cost of blocks on a mesh. Bytes, operations and seconds are of one device and one step, forward and backward.
@@ -103,6 +119,7 @@ class Estimate:
       config, mesh, tokens, layers, hardware: the arguments of `estimate`.
       plan: how the experts run: transport, implementation, and the sizes of all buffers.
       memory: see `Memory`.
+      saved_arrays: the arrays of one layer that `memory.saved` counts, the input first.
       transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
       operations: (wi, wo), the operations of one layer's products with each, with the shared expert and latent experts.
       traffic: the bytes of device memory that one layer reads and writes.
@@ -115,6 +132,7 @@ class Estimate:
     hardware: Hardware
     plan: BlockPlan
     memory: Memory
+    saved_arrays: tuple[SavedArray, ...]
     transfers: Mapping[str, list[Transfer]]
     operations: tuple[int, int]
     traffic: int
@@ -340,6 +358,9 @@ def estimate(
         temporary=steps.peak(saved_arrays),
         other=other_bytes,
     )
+    named_arrays = [SavedArray("x", *steps.shards[x_array], steps.bytes[x_array])]
+    for array in sorted(saved_arrays):
+        named_arrays.append(SavedArray(steps.origin(array), *steps.shards[array], steps.bytes[array]))
     transfers = steps.transfers(axes)
     if traced_transport != transport:
         transfers |= _puts(plan, config, transfers)
@@ -351,6 +372,7 @@ def estimate(
         hardware=hardware,
         plan=plan,
         memory=memory,
+        saved_arrays=tuple(named_arrays),
         transfers=transfers,
         operations=_count_operations(config, axes.size(axes.tp), tokens_of_shard, remat),
         traffic=steps.traffic(),
