@@ -2,19 +2,22 @@
 
     PYTHONPATH=src python scripts/check_processes.py [--tiny]
 
-Blocks are compared by values, gradients and stats. The script exits with 1 where a value differs by more than LIMIT, or
-an integer differs at all. It needs N GPUs; without GPUs, N devices are emulated, on which `--tiny` takes a minute.
+Blocks are compared by values, gradients and stats, and each process compiles all of them at once. The script exits with
+1 where a value differs by more than LIMIT, or an integer differs at all. It needs N GPUs; without GPUs, N devices are
+emulated, on which `--tiny` takes a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +45,17 @@ CASES = (
 )
 
 
-def compute(case: tuple, config: moax.MoEConfig, tokens: int) -> dict[str, np.ndarray]:
-    """Returns the shards of this process of a block's y, stats and gradients, by name and place in the mesh."""
+class Program(NamedTuple):
+    """A block that was lowered, and its operands."""
+
+    case: tuple
+    mesh: jax.sharding.Mesh
+    lowered: jax.stages.Lowered
+    operands: tuple[Any, ...]
+
+
+def lower(case: tuple, config: moax.MoEConfig, tokens: int) -> Program:
+    """Returns the program of a block's y, stats and gradients."""
     axis, exchange, recipe, buffer_factor, skewed, kind = case
     mesh = moax.make_mesh(
         {"fsdp": 1, "ep": 1} | {axis: jax.device_count()},
@@ -82,8 +94,13 @@ def compute(case: tuple, config: moax.MoEConfig, tokens: int) -> dict[str, np.nd
         rows = tokens * jax.device_count()
         params, x = operand_shapes(config, rows, moax.Axes(), mesh, jnp.bfloat16, jnp.bfloat16)
         operands = jax.tree_util.tree_map_with_path(draw, (x, params, x))
-        on_gpu = jax.default_backend() == "gpu"
-        compiled = jax.jit(both).lower(*operands).compile(SAME_PRODUCTS if on_gpu else None)
+        return Program(case, mesh, jax.jit(both).lower(*operands), operands)
+
+
+def compute(program: Program, compiled: jax.stages.Compiled) -> dict[str, np.ndarray]:
+    """Returns the shards of this process of a program's results, by name and place in the mesh."""
+    case, mesh, _, operands = program
+    with jax.set_mesh(mesh):
         out = compiled(*operands)
     places = {device: i for i, device in enumerate(mesh.devices.flat)}
     values = {}
@@ -106,14 +123,18 @@ def work(args: argparse.Namespace) -> None:
     if several:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         mine = [process] if args.gpus else None
-        options = dict(local_device_ids=mine, cluster_detection_method="deactivate")
-        jax.distributed.initialize(args.coordinator, several, process, **options)
+        joining = dict(local_device_ids=mine, cluster_detection_method="deactivate")
+        jax.distributed.initialize(args.coordinator, several, process, **joining)
     # The numbers of tokens are prime.
     config = SMALL if args.tiny else BLOCK
     tokens = 61 if args.tiny else 487
+    programs = [lower(case, config, tokens) for case in CASES[: 2 if args.tiny else None]]
+    options = SAME_PRODUCTS if jax.default_backend() == "gpu" else None
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        compiled = list(pool.map(lambda program: program.lowered.compile(options), programs))
     values: dict[str, np.ndarray] = {}
-    for case in CASES[: 2 if args.tiny else None]:
-        values |= compute(case, config, tokens)
+    for program, executable in zip(programs, compiled, strict=True):  # all processes run the blocks in one order
+        values |= compute(program, executable)
     np.savez(Path(args.out) / f"values.{process}.npz", **values)
 
 

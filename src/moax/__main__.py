@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from moax import __version__
 from moax.checks import Unsupported
 from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
@@ -45,7 +46,7 @@ def main() -> None:
 
 def describe() -> str:
     """Returns the text that the command prints."""
-    own_version = version("moax") or "(a source tree that is not installed)"
+    own_version = __version__ if version("moax") else f"{__version__} (a source tree that is not installed)"
     kind = find_device().device_kind
     platform = find_device().platform
     memory = jax.local_devices()[0].memory_stats() or {}

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from check_processes import differ
 
 from support import ROOT
+from support.gpus import alone
 
 
 def test_comparison():
@@ -31,5 +33,18 @@ def test_on_emulated_devices():
     """Breaks if blocks need one process. Slow: three processes that compile."""
     command = [sys.executable, "scripts/check_processes.py", "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "one process and several agree\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.more
+def test_on_gpus():
+    """Breaks if blocks on GPUs have other values in one process than in a process for each GPU."""
+    if jax.device_count() < 2:
+        pytest.skip("it needs two GPUs")
+    with alone():
+        command = [sys.executable, "scripts/check_processes.py"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "one process and several agree\n"

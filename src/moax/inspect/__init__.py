@@ -35,11 +35,9 @@ from moax.text import align, plural
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
 Over = str | Sequence[str]  # one or several mesh axes
 
-NAME_WIDTH = 80  # characters of an op in a table
-_BACKWARD = "transpose("  # JAX has it in the name of an op of backward
-
 # By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
 # The combiner is a problem too: it would merge widened reductions with others.
+NAME_WIDTH, NAME_START = 80, 30  # the characters of an op in a table, and those of them before an ellipsis
 _WIDENED = ("bf16",)
 _WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
 _PROMOTED = re.compile(r"to_apply=%?[\w.\-]+_promoted\b")
@@ -208,9 +206,8 @@ def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Co
 def table(found: Iterable[Collective]) -> str:
     """Returns the collectives as a table of text: a line for each, then one for each kind and its axes, then the total.
 
-    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. A name of an op
-    shows its last 80 characters, since a GPU's compiler joins the names of collectives that it combines. Where the cut
-    takes the mark of backward away, the name begins with `...transpose...`.
+    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. The name of an op
+    loses its middle beyond 80 characters: its start says whether it is of backward, and its end names the op.
     """
     found = list(found)
     if not found:
@@ -222,7 +219,7 @@ def table(found: Iterable[Collective]) -> str:
         axes = ",".join(c.axes) or "-"
         times_text = f"{times}+" if c.open_loop else str(times)
         total = f"{c.bytes * times:,}"
-        rows.append((c.kind, c.dtype, shape, axes, times_text, total, _keep_end(c.op_name)))
+        rows.append((c.kind, c.dtype, shape, axes, times_text, total, _keep_ends(c.op_name)))
     rows.append(None)
     for kind, axes in sorted({(c.kind, c.axes) for c in found}):
         members = [c for c in found if (c.kind, c.axes) == (kind, axes)]
@@ -231,14 +228,11 @@ def table(found: Iterable[Collective]) -> str:
     return align(rows, right=(4, 5))
 
 
-def _keep_end(name: str) -> str:
-    """Returns the last 80 characters of a name, whose end tells the op; a mark tells that the op is of backward."""
+def _keep_ends(name: str) -> str:
+    """Returns a name in which an ellipsis stands for the middle of a longer one."""
     if len(name) <= NAME_WIDTH:
         return name
-    start = "..."
-    if _BACKWARD in name and _BACKWARD not in name[len(start) - NAME_WIDTH :]:
-        start = "...transpose..."
-    return start + name[len(start) - NAME_WIDTH :]
+    return f"{name[:NAME_START]}...{name[NAME_START + 3 - NAME_WIDTH :]}"
 
 
 def _sum_row(kind: str, axes: str, members: Sequence[Collective]) -> tuple[str, ...]:

@@ -141,7 +141,9 @@ def _unescape(text: str) -> str:
 
     def read(match: re.Match[bytes]) -> bytes:
         octal, character = match.groups()
-        return bytes([int(octal, 8)]) if octal else character
+        if octal:
+            return bytes([int(octal, 8)])
+        return character
 
     return _ESCAPE.sub(read, text.encode()).decode(errors="replace")
 
