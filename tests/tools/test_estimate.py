@@ -1,5 +1,6 @@
 """moax.estimate: its bytes equal those of compiled programs, and its memory and times agree with measured blocks."""
 
+import functools
 import json
 import math
 import re
@@ -221,8 +222,49 @@ def test_verdict():
     assert "are left out" in alone.verdict and "are left out" not in fits.verdict
     assert full.verdict == "does not fit: 72.0 GB of 72.0 GB, which are 80 GB less a reserve of 10%"
     assert full.verdict in str(full)
-    with pytest.raises(ValueError, match="other_bytes=-1 must be"):
-        estimate("qwen3-30b", {"fsdp": 8}, 1024, other_bytes=-1)
+    bare = estimate("qwen3-30b", {"fsdp": 8}, 1024, optimizer_bytes=0, **options)
+    assert bare.memory.total == alone.memory.total - alone.memory.optimizer
+    assert "the state of the optimizer is left out; embeddings" in bare.verdict
+    assert "optimizer" not in alone.verdict
+
+
+def test_saved_arrays_say_why_fp8_keeps_more():
+    """Breaks if the listed arrays are not those that the memory counts, or if FP8 keeps other arrays more than bf16:
+    the rows, and the padding of h, whose groups begin at multiples of 128 in FP8 and of 64 in bf16."""
+    options = dict(layers=3, hardware="h100")
+    plain, fp8 = (estimate("qwen3-30b", {"fsdp": 8}, 8192, recipe=r, **options) for r in (None, "fp8_block"))
+    for e in (plain, fp8):
+        assert sum(array.bytes for array in e.saved_arrays) * 3 == e.memory.saved
+        assert e.saved_arrays[0] == ("x", "bfloat16", (8192, 2048), 8192 * 2048 * 2)
+        assert all(array.bytes == math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in e.saved_arrays)
+    sizes = [{(a.name, a.dtype): a.shape for a in e.saved_arrays if a.name.startswith("moax_")} for e in (plain, fp8)]
+    narrow, wide = (8192 * 8 + 128 * (align - 1) for align in (64, 128))
+    wide = wide // 128 * 128
+    assert sizes[0]["moax_hidden", "bfloat16"] == (narrow // 64 * 64, 2, 768)
+    assert sizes[1]["moax_hidden", "bfloat16"] == (wide, 2, 768)
+    assert sizes[1]["moax_rows", "float8_e4m3fn"] == (2048, wide)
+    assert sizes[1]["moax_rows", "float32"] == (wide // 128, 2048)
+    assert sizes[1].keys() - sizes[0].keys() == {("moax_rows", "float8_e4m3fn"), ("moax_rows", "float32")}
+    again = estimate("qwen3-30b", {"fsdp": 8}, 8192, recipe="fp8_block", save_rows=False, **options)
+    assert {a.name for a in fp8.saved_arrays} - {a.name for a in again.saved_arrays} == {"moax_rows"}
+
+
+def test_a_policy_keeps_no_rows(monkeypatch):
+    """Breaks if a policy of `jax.checkpoint` without the name of the rows keeps them, or gathers `wi` again."""
+    policy = jax.checkpoint_policies.save_only_these_names("moax_hidden", "moax_plan")
+    monkeypatch.setattr(jax, "checkpoint", functools.partial(jax.checkpoint, policy=policy))
+    options = dict(layers=1, hardware="h100", recipe="fp8_block")
+    named = estimate("qwen3-30b", {"fsdp": 8}, 8192, remat=True, **options)
+    again = estimate("qwen3-30b", {"fsdp": 8}, 8192, save_rows=False, **options)
+    assert {array.name for array in named.saved_arrays} == {"x", "moax_hidden", "moax_plan"}
+    assert 0.98 * again.memory.saved < named.memory.saved < again.memory.saved
+    assert named.wire_bytes("gather_weight") == again.wire_bytes("gather_weight")
+
+
+def test_page_names_the_hardware():
+    """Breaks if the page lacks a name of the table of hardware, or says another memory."""
+    page = (ROOT / "docs" / "how-to" / "estimate.md").read_text()
+    assert all(f'`"{name}"` ({gpu.memory / 1e9:.0f} GB' in page for name, gpu in HARDWARE.items())
 
 
 @pytest.mark.parametrize(
@@ -331,6 +373,9 @@ def test_links():
         ({"mesh": {"ep": 3}}, "is not divisible by"),
         ({"tokens": 0}, "tokens=0"),
         ({"layers": 0}, "layers=0"),
+        ({"other_bytes": -1}, "other_bytes=-1 must be"),
+        ({"optimizer_bytes": -8}, "optimizer_bytes=-8 must be"),
+        ({"optimizer_bytes": "adam"}, "optimizer_bytes='adam' must be"),
         ({"kernels": "cuda"}, "kernels='cuda' must be"),
         ({"buffer_factor": 0}, "buffer_factor=0"),
     ],

@@ -49,6 +49,22 @@ def test_cpu_text():
     assert c == Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, op_name)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (r"v[\'params\'][\'moe\'][\'wi\'].value", "v['params']['moe']['wi'].value"),
+        (r"jit(f)/moe-\303\251/\347\233\256", "jit(f)/moe-é/目"),
+        (r"a\\303/b\nc", r"a\303/b\nc"),
+        (r"cut \303", "cut \N{REPLACEMENT CHARACTER}"),
+        ("moe-é", "moe-é"),
+    ],
+)
+def test_names_have_no_escapes(text, name):
+    """Breaks if the quotes of a Linen parameter, or the letters of a layer's name, are printed as XLA escapes them."""
+    (c,) = read(f'%x = u8[16,8] all-gather(%p), {GATHER}, {FSDP}, metadata={{op_name="{text}" stack_frame_id=4}}')
+    assert c.op_name == name
+
+
 def test_gpu_combined_start_and_done():
     """One combined gather of data and scales: an element each; the done is not counted again."""
     types = "((u8[8,32]{1,0}, f32[8,4]{1,0:S(1)}), (u8[16,32]{1,0}, f32[16,4]{1,0}))"

@@ -95,6 +95,22 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class SavedArray(NamedTuple):
+    """An array of one layer that forward keeps for backward, on one device.
+
+    Attributes:
+      name: "x" for the input of the layer, a name of `moax.CHECKPOINT_NAMES`, or else the scope that makes the array.
+        An array that has no name and no scope has "".
+      dtype, shape: those of the part on one device.
+      bytes: the size of this part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The cost of blocks on a mesh. Bytes, operations and seconds are of one device and one step, forward and backward.
@@ -103,6 +119,7 @@ class Estimate:
       config, mesh, tokens, layers, hardware: the arguments of `estimate`.
       plan: how the experts run: transport, implementation, and the sizes of all buffers.
       memory: see `Memory`.
+      saved_arrays: the arrays of one layer that `memory.saved` counts, the input first.
       transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
       operations: (wi, wo), the operations of one layer's products with each, with the shared expert and latent experts.
       traffic: the bytes of device memory that one layer reads and writes.
@@ -115,6 +132,7 @@ class Estimate:
     hardware: Hardware
     plan: BlockPlan
     memory: Memory
+    saved_arrays: tuple[SavedArray, ...]
     transfers: Mapping[str, list[Transfer]]
     operations: tuple[int, int]
     traffic: int
@@ -129,12 +147,15 @@ class Estimate:
         """A sentence that says whether `memory` fits, and what is left out of it."""
         usable = (1 - RESERVE) * self.hardware.memory / 1e9
         words = "fits" if self.fits else "does not fit"
-        left_out = "embeddings, attention and other layers"
-        counted = f"; {left_out} are left out" if not self.memory.other else ""
-        return (
+        text = (
             f"{words}: {self.memory.total / 1e9:.1f} GB of {usable:.1f} GB, which are {self.hardware.memory / 1e9:.0f} "
-            f"GB less a reserve of {RESERVE:.0%}{counted}"
+            f"GB less a reserve of {RESERVE:.0%}"
         )
+        if not self.memory.optimizer:
+            text += "; the state of the optimizer is left out"
+        if not self.memory.other:
+            text += "; embeddings, attention and other layers are left out"
+        return text
 
     @property
     def seconds(self) -> float:
@@ -271,7 +292,7 @@ def estimate(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: a name is unknown, or the mesh axes of a dim do not divide its size.
+      ValueError: a name is unknown, a number of bytes is negative, or the mesh axes of a dim do not divide its size.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     if isinstance(model, str):
@@ -290,7 +311,8 @@ def estimate(
         hardware = HARDWARE[hardware]
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
-    check_value("other_bytes", other_bytes, int, least=0)
+    for name, value in {"optimizer_bytes": optimizer_bytes, "other_bytes": other_bytes}.items():
+        check_value(name, value, int, least=0)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds = (AxisType.Explicit,) * len(sizes)
@@ -336,6 +358,9 @@ def estimate(
         temporary=steps.peak(saved_arrays),
         other=other_bytes,
     )
+    named_arrays = [SavedArray("x", *steps.shards[x_array], steps.bytes[x_array])]
+    for array in sorted(saved_arrays):
+        named_arrays.append(SavedArray(steps.origin(array), *steps.shards[array], steps.bytes[array]))
     transfers = steps.transfers(axes)
     if traced_transport != transport:
         transfers |= _puts(plan, config, transfers)
@@ -347,6 +372,7 @@ def estimate(
         hardware=hardware,
         plan=plan,
         memory=memory,
+        saved_arrays=tuple(named_arrays),
         transfers=transfers,
         operations=_count_operations(config, axes.size(axes.tp), tokens_of_shard, remat),
         traffic=steps.traffic(),

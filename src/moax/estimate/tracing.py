@@ -49,15 +49,25 @@ class Step(NamedTuple):
     inner: int  # the bytes that its loop or its branches need beside them
 
 
+class Shard(NamedTuple):
+    """The dtype and the shape of an array on one device; of a value that is no array, "" and ()."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Trace:
     """The steps of a function on one device, in order. Calls are inlined, and a loop is one step.
 
-    Arrays have numbers: `inputs` and `outputs` are those of arguments and results, and `bytes` has their sizes.
+    Arrays have numbers: `inputs` and `outputs` are those of arguments and results. `bytes` has the sizes of arrays,
+    `shards` their dtypes and shapes, and `names` the names that `checkpoint_name` gave some of them.
     """
 
     def __init__(self, jaxpr: Any):
         self.steps: list[Step] = []
         self.bytes: list[int] = []
+        self.shards: list[Shard] = []
+        self.names: dict[int, str] = {}
         self.inputs = tuple(self._new(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
         self.outputs = self._inline(jaxpr, self.inputs, "")
         self._touched = self._find_memory()
@@ -87,6 +97,15 @@ class Trace:
     def total(self, arrays: Any) -> int:
         """Returns the bytes of these arrays together."""
         return sum(self.bytes[array] for array in set(arrays))
+
+    def origin(self, array: int) -> str:
+        """Returns the name that `checkpoint_name` gave an array, or else the scope of the step that made it, or ""."""
+        if array in self.names:
+            return self.names[array]
+        for step in self.steps:
+            if array in step.results and step.scope.isidentifier():  # `jvp()` is no scope of the block
+                return step.scope
+        return ""
 
     def peak(self, uncounted: Any = ()) -> int:
         """Returns the most bytes that live at once, without the inputs and the arrays `uncounted`."""
@@ -124,12 +143,11 @@ class Trace:
     def _new(self, aval: Any) -> int:
         """Returns the number of a new array; a value that is no array has 0 bytes."""
         size = 0
-        if isinstance(aval, jax.core.ShapedArray):
-            sizes = aval.sharding.mesh.shape
-            names = [name for entry in aval.sharding.spec for name in as_names(entry)]
-            devices = math.prod(sizes[name] for name in names)
-            size = math.prod(aval.shape) * aval.dtype.itemsize // devices
+        shard = _find_shard(aval)
+        if shard.dtype:
+            size = math.prod(shard.shape) * aval.dtype.itemsize
         self.bytes.append(size)
+        self.shards.append(shard)
         return len(self.bytes) - 1
 
     def _inline(self, jaxpr: Any, arguments: tuple[int, ...], scope: str) -> tuple[int, ...]:
@@ -145,6 +163,9 @@ class Trace:
             inner_scope = str(eqn.source_info.name_stack).rpartition("/")[2] or scope
             if name in SAME:
                 results = read[: len(eqn.outvars)]
+                if name == "name":
+                    self.names[results[0]] = eqn.params["name"]
+                    self.shards[results[0]] = _find_shard(eqn.outvars[0].aval)
             elif name in CALLS:
                 callee = eqn.params[CALLS[name]]
                 consts = tuple(self._new(jax.typeof(const)) for const in getattr(callee, "consts", ()))
@@ -159,6 +180,17 @@ class Trace:
                 self.steps.append(Step(eqn, inner_scope, read, results, _inner_bytes(eqn)))
             numbers |= zip(eqn.outvars, results, strict=True)
         return tuple(map(find, jaxpr.outvars))
+
+
+def _find_shard(aval: Any) -> Shard:
+    """Returns the part of an array on one device."""
+    if not isinstance(aval, jax.core.ShapedArray):
+        return Shard("", ())
+    sizes = aval.sharding.mesh.shape
+    dims = []
+    for size, entry in zip(aval.shape, aval.sharding.spec, strict=True):
+        dims.append(size // math.prod(sizes[name] for name in as_names(entry)))
+    return Shard(aval.dtype.name, tuple(dims))
 
 
 def _inner_bytes(eqn: Any) -> int:

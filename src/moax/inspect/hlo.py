@@ -32,6 +32,8 @@ _GROUPS = re.compile(
     r"replica_groups=(?:(\{\{.*?\}\})|\{\}|\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)|"
     r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\})"
 )
+# XLA escapes quotes and backslashes, and writes each byte that is not ASCII in octal digits.
+_ESCAPE = re.compile(rb"""\\(?:([2-3][0-7]{2})|(["'\\]))""")
 _PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\}|\{\})")
 
 # An array's sources are parameters (ints) and arrays of collectives (computation, instruction, element). The sources of
@@ -131,7 +133,19 @@ class Instruction:
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         if match is None:
             return ""
-        return re.sub(r"\\(.)", r"\1", match[1])  # the text escapes quotes
+        return _unescape(match[1])
+
+
+def _unescape(text: str) -> str:
+    """Returns a name without XLA's escapes: `\\'a\\'` is `'a'`, and `\\303\\251` is `é`. A newline stays `\\n`."""
+
+    def read(match: re.Match[bytes]) -> bytes:
+        octal, character = match.groups()
+        if octal:
+            return bytes([int(octal, 8)])
+        return character
+
+    return _ESCAPE.sub(read, text.encode()).decode(errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
