@@ -1,5 +1,6 @@
 # Each target works on a fresh clone. It makes .venv where it is missing, and updates it when pyproject.toml or
-# constraints.txt have changed. PYTHON=... names the interpreter of .venv.
+# constraints.txt have changed. PYTHON=... names the interpreter of .venv. The files of requirements/ hold the versions of
+# the other environments; a target updates an environment when its file has changed.
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,9 +18,7 @@ HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 16
 TRAINER := .trainer
-# The ends of the range of jax that pyproject.toml admits, and what `make test-versions` runs on both.
-OLDEST_JAX := 0.11.0
-NEWEST_JAX := 0.12.0.1
+# The environments of the oldest and the newest jax that pyproject.toml admits, and what `make test-versions` runs in both.
 OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
 VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/block/test_layers.py \
@@ -77,13 +76,12 @@ test-versions: $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed ## run some t
 test-next: $(NEWEST_VENV)/.installed ## run the block, checkpoint and scans by JAX's next autodiff, on the newest jax
 	$(NEXT) PYTHONPATH=src $(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not more and not gpu" $(NEXT_TESTS)
 
-$(OLDEST_VENV)/.installed: JAX = $(OLDEST_JAX)
-$(NEWEST_VENV)/.installed: JAX = $(NEWEST_JAX)
 # These have their own jax, and the flax that follows it; all other packages are those of .venv, by a path.
-$(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: $(INSTALLED) Makefile
+$(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: .venv-%/.installed: requirements/%.txt $(INSTALLED)
 	@rm -rf $(@D) && $(BIN)/python -m venv --without-pip $(@D)
 	@$(BIN)/python -c "import sysconfig as of; print(of.get_path('purelib'))" >$$(echo $(@D)/lib/python*/site-packages)/others.pth
-	@scripts/venv.sh $(@D) --constraint <(grep -vE '^(jax|jaxlib|flax)==' constraints.txt) --upgrade "jax==$(JAX)" jaxlib flax
+	@scripts/venv.sh $(@D) --constraint <(grep -vE '^(jax|jaxlib|flax)==' constraints.txt) --upgrade \
+	  --requirement requirements/$*.txt
 	@touch $@
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)

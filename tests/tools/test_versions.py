@@ -1,7 +1,7 @@
-"""The versions of JAX that moax runs on: pyproject.toml, the Makefile and the pages say the same range.
+"""The versions of JAX that moax runs on: pyproject.toml, requirements/ and the pages say the same range.
 
-Covers: both ends of the range; the extras of JAX's CUDA wheels; what the wheel holds. `make test-versions` runs tests
-on both ends.
+Covers: both ends of the range; the extras of JAX's CUDA wheels; the files of requirements/; what the wheel holds.
+`make test-versions` runs tests on both ends.
 """
 
 import re
@@ -28,20 +28,21 @@ def admitted() -> SpecifierSet:
 
 def end_of_range(end: str) -> Version:
     """The version of jax that `make test-versions` installs for that end of the range."""
-    match = re.search(rf"^{end}_JAX := (\S+)$", MAKEFILE, re.M)
-    assert match, f"the Makefile no longer says {end}_JAX"
+    path = ROOT / "requirements" / f"{end}.txt"
+    match = re.search(r"^jax==(\S+)$", path.read_text(), re.M)
+    assert match, f"{path} names no version of jax"
     return Version(match[1])
 
 
 def test_oldest_is_the_lower_bound():
     """Breaks if pyproject.toml admits a jax that is older than what `make test-versions` runs, or the reverse."""
-    assert [Version(s.version) for s in admitted() if s.operator == ">="] == [end_of_range("OLDEST")]
+    assert [Version(s.version) for s in admitted() if s.operator == ">="] == [end_of_range("oldest")]
 
 
 def test_newest_is_below_the_upper_bound():
     """Breaks if the newest minor version that pyproject.toml admits is not the one that `make test-versions` runs."""
     (bound,) = [Version(s.version) for s in admitted() if s.operator == "<"]
-    newest = end_of_range("NEWEST")
+    newest = end_of_range("newest")
     assert newest in admitted() and bound.release == (newest.major, newest.minor + 1)
 
 
@@ -55,8 +56,8 @@ def test_test_more_runs_both_ends():
 def test_pages_say_the_range(page):
     """Breaks if a page promises a version of JAX that is not tested, or leaves out an extra for GPUs."""
     text = (ROOT / page).read_text()
-    newest = end_of_range("NEWEST")
-    assert f"JAX {end_of_range('OLDEST')} to {newest.major}.{newest.minor}" in " ".join(text.split())
+    newest = end_of_range("newest")
+    assert f"JAX {end_of_range('oldest')} to {newest.major}.{newest.minor}" in " ".join(text.split())
     for extra in ("cuda12", "cuda13"):
         assert extra in text, f"{page} does not name the extra {extra}"
 
@@ -67,6 +68,19 @@ def test_extra_brings_the_cuda_wheels(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert requirement.name == "jax" and requirement.extras == {extra}
     assert EXTRAS[extra] == f"jax-{extra}-plugin"
+
+
+def test_requirements_are_read():
+    """Breaks if no target reads a file of requirements/, or if a target names a version that such a file could hold."""
+    commands = MAKEFILE + (ROOT / "benchmarks" / "trainer" / "wheels.sh").read_text()
+    assert not re.findall(r"[\w.-]+==\d[\w.*]*", commands), "requirements/*.txt has the versions"
+    named = set(re.findall(r"requirements/([\w-]+)\.txt", commands))
+    environments = set(re.findall(r"^\w+_VENV := \.venv-(\w+)$", MAKEFILE, re.M))
+    (frameworks,) = re.findall(r"^FRAMEWORKS := (.+)$", MAKEFILE, re.M)
+    read = named | environments | {*frameworks.split()}
+    read |= {f"{name}-needs" for name in frameworks.split() if "requirements/$*-needs.txt" in commands}
+    unread = {path.stem for path in (ROOT / "requirements").iterdir()} - read
+    assert not unread, f"no target reads {sorted(unread)}"
 
 
 def test_the_wheel_holds_moax_alone_and_the_sdist_all():
