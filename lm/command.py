@@ -93,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
     config = processes.together(lambda: train_config(args))
     report = Report(stream)
     result = loop.train(config, resume=args.resume, report=report)
-    if not result.interrupted:
-        report.note("counting the bytes of weights on the wire, and drawing the curves ...")
-    lines = finish(result)
+    lines = finish(result, report)
     if result.interrupted:
         again = [*NAME.split(), "--resume", "--name", result.config.name]
         again += ["--out", config.out] if config.out != "runs" else []

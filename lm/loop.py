@@ -154,6 +154,7 @@ class _Loop:
                 several = jax.process_count() > 1
                 if several or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
                     raise
+            self.report.note(f"saving the state after step {self.done} ...")
             self.checkpoints.save(self.done, self.state)
 
     def step(self) -> dict:

@@ -87,19 +87,22 @@ def crossing(mesh: Any) -> tuple[str, ...]:
     return tuple(name for name, changed in zip(mesh.axis_names, changes, strict=True) if changed)
 
 
-def finish(result: Result) -> list[str]:
+def finish(result: Result, report: Report | None = None) -> list[str]:
     """Draws the curves, and returns the lines that say how the run ended; of several processes, in the first alone.
 
-    All of them compile the program without the recipe, since the processes compile together.
+    All of them compile the program without the recipe, since the processes compile together. `report` prints a line
+    before each stage.
     """
     config = result.config
+    report = report or Report()
     text = []
     if result.interrupted:
         gathers = []
     else:
-        gathers = _describe_gathers(config, result.update)
+        gathers = _describe_gathers(config, result.update, report)
     if not is_first():
         return []
+    report.note("drawing the curves ...")
     plots.draw_run(result.run, config)
     steps = result.run.rows("loss")
     evaluations = result.run.rows("held_out_loss")
@@ -123,11 +126,13 @@ def finish(result: Result) -> list[str]:
     return text + gathers + [f"curves          {result.run.curves}"] * bool(steps)
 
 
-def _describe_gathers(config: TrainConfig, update: jax.stages.Compiled) -> list[str]:
+def _describe_gathers(config: TrainConfig, update: jax.stages.Compiled, report: Report) -> list[str]:
     """Returns the line of the bytes of weights that a device sends in `update`, and without a recipe; [] for none."""
+    report.note("reading the bytes of weights in the compiled step ...")
     sent = plain = _gather_bytes(update)
     # Every backend gathers float32 as it is. A CPU's compiled program gathers bfloat16 as float32, its lowered one not.
     if config.recipe or config.dtype != "float32":
+        report.note(f"lowering the step in {config.dtype} without a recipe, to compare its bytes of weights ...")
         mesh = mesh_over_devices(config.mesh)
         with jax.set_mesh(mesh):
             step, args = jit_update(dataclasses.replace(config, recipe=None), mesh)

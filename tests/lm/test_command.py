@@ -148,6 +148,7 @@ def test_train_runs_and_resumes(tmp_path, capsys):
     assert float(last) < float(loss_before) - 0.1
     for word in ("held-out loss", "weight gathers", "curves.png", "dropped", "busiest"):
         assert word in said
+    assert "saving the state after step 4 ...\n" in said and "without a recipe, to compare its bytes" in said
     assert command.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2"]) == 0
     said = capsys.readouterr().out
     ((loss_before, last, steps),) = re.findall(

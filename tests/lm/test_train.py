@@ -170,7 +170,8 @@ def test_plot(whole, stopped):
 
 
 def test_report(whole, tmp_path):
-    """Breaks if a run does not say what it trains and how it ends, or not with which factor a step makes one round."""
+    """Breaks if a run does not say what it trains, what it computes after its last step and how it ends, or not with
+    which factor a step makes one round."""
     stream = io.StringIO()
     corpus = data.load(whole.config.text, whole.config.seq)
     said = report.Report(stream)
@@ -181,7 +182,10 @@ def test_report(whole, tmp_path):
     words = stream.getvalue()
     assert "fsdp=2, ep=4: 8 cpu devices" in words and "dropped 0" in words
     assert f"step {STEPS:>6}/{STEPS}  held-out loss" in words
-    said = "\n".join(report.finish(whole))
+    stages = io.StringIO()
+    said = "\n".join(report.finish(whole, report.Report(stages)))
+    assert "bytes of weights" in stages.getvalue()
+    assert stages.getvalue().splitlines()[-1] == "drawing the curves ..."
     assert "rounds" not in said and "curves" in said and f"after {STEPS} steps" in said
     again = runs.Run(tmp_path)
     for row in whole.run.rows():
