@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import moax
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, implementation
 from moax.kernels.protocol import Kernels
 
@@ -323,6 +324,16 @@ def test_the_language_model_imports_public_names():
     above = ((path, node, name) for path in FILES for node, name, _ in imports(path))
     beside = ("lm", "benchmarks", "tests")
     none_of((f for f in above if f[2].split(".")[0] in beside), "the wheel holds src/moax alone")
+
+
+def test_the_reference_says_what_is_public():
+    """Breaks if lm/ may import a module, or `moax` has it by name, and the reference does not say that it is public."""
+    page = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    section = page.partition("## What is public")[2].partition(" are public")[0]
+    listed = set(re.findall(r"`(moax[\w.]*)`", section))
+    unlisted = (PUBLIC | {f"moax.{name}" for name in moax._MODULES}) - listed
+    assert listed <= MODULES, f"no modules: {sorted(listed - MODULES)}"
+    assert not unlisted, f"not on the page: {sorted(unlisted)}"
 
 
 def reads_platform(name: str) -> bool:
