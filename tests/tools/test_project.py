@@ -29,9 +29,18 @@ def test_a_form_can_be_read(path):
     """Breaks if the site refuses a form: a field without a label, or two fields of one id."""
     form = yaml.safe_load(path.read_text())
     assert form["name"] and form["description"]
-    ids = [field["id"] for field in form["body"]]
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    ids = [field["id"] for field in fields]
     assert len(set(ids)) == len(ids)
-    assert all(field["attributes"]["label"] for field in form["body"])
+    assert all(field["attributes"]["label"] for field in fields)
+
+
+def test_a_bug_report_can_be_reproduced():
+    """Breaks if a report may leave out the versions, the program, the mesh or the recipe."""
+    form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    fields = {field["id"]: field for field in form["body"] if field["type"] != "markdown"}
+    assert all(fields[name]["validations"]["required"] for name in ("versions", "program", "mesh", "recipe"))
+    assert "python -m moax" in fields["versions"]["attributes"]["description"]
 
 
 def test_a_citation_can_be_read():
