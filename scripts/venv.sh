@@ -22,7 +22,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         echo "Install one (pyenv install 3.12, uv python install 3.12, or your system's packages), or name one: make PYTHON=/path/to/python3.12 ..." >&2
         exit 1
     fi
-    echo "Making $venv with $("$python" --version); this takes a minute or two."
+    echo "Making $venv with $("$python" --version), in a few seconds"
     rm -rf "$venv"
     if command -v uv >/dev/null 2>&1; then
         uv venv --quiet --seed --python "$python" "$venv"
@@ -31,25 +31,26 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     fi
 fi
 
-# Prints a dot every five seconds until a command ends, and returns its status.
+# Runs a command, prints a dot every five seconds until the command ends, and returns its status. The dots are the job in
+# the background: bash makes such a job ignore Ctrl-C.
 with_dots() {
-    "$@" &
-    local job=$! ticks=0
-    while kill -0 "$job" 2>/dev/null; do
-        sleep 0.2
-        ticks=$((ticks + 1))
-        if ((ticks % 25 == 0)); then printf '.'; fi
-    done
-    if ((ticks >= 25)); then echo; fi
-    wait "$job"
+    local status=0 began=$SECONDS
+    (while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do printf '.'; done) &
+    local dots=$!
+    "$@" || status=$?
+    kill "$dots" 2>/dev/null || true
+    wait "$dots" 2>/dev/null || true
+    if ((SECONDS - began >= 5)); then echo; fi
+    return "$status"
 }
 
-echo "Installing into $venv: $*"
 if command -v uv >/dev/null 2>&1; then
+    echo "Installing into $venv by uv: $*"
     with_dots uv pip install --quiet --python "$venv/bin/python" "$@"
 else
+    echo "Downloading and installing into $venv by pip, in half a minute to two minutes: $*"
     with_dots "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
-    echo "Compiling the packages of $venv to bytecode"
+    echo "Compiling the packages of $venv to bytecode, in about twenty seconds"
     # pip would compile on one core. A package may hold templates that are no Python, which do not compile.
     with_dots "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true
 fi
