@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -315,6 +316,31 @@ def test_layers_in_a_scan(tmp_path, monkeypatch):
         assert row["times_fsdp_1"] == expected
     same = ("loss", "gradient_norm")
     assert [with_options[name] for name in same] == [installed[name] for name in same]
+
+
+def test_cases_of_layers_in_a_scan():
+    """Breaks if a mesh has no run with the options, the peer runs on a mesh of ep, or a row is compared with one of
+    another exchange of tokens, recipe or program."""
+    args = SimpleNamespace(
+        model="tiny", layers=2, tokens="64,128", installed="64", recipes="none", mesh="1,2,1x2,2x2", peer=True
+    )
+    cases = overlap.list_cases(args)
+    ours = [(c.fsdp, c.ep, *c.tokens, c.options) for c in cases if c.impl == "moax"]
+    assert [case for case in ours if case[:2] == (2, 2)] == [(2, 2, 64, True), (2, 2, 64, False), (2, 2, 128, True)]
+    assert [case for case in ours if case[:2] == (1, 2)] == [(1, 2, 64, False), (1, 2, 128, False)]
+    assert [(c.fsdp, c.ep, c.tokens) for c in cases if c.impl == overlap.FSDP2] == [
+        (1, 1, (64, 128)),
+        (2, 1, (64, 128)),
+    ]
+    rows = [vars(case) | {"tokens": tokens} for case in cases for tokens in case.tokens]
+    for ms, row in enumerate(rows, 1):
+        row["ms_a_layer"] = float(ms)
+    overlap.compare(rows)
+    for row in rows:
+        if row["fsdp"] > 1:
+            same = ("tokens", "ep", "recipe", "impl")
+            (alone,) = [r for r in rows if r["fsdp"] == 1 and all(r[name] == row[name] for name in same)]
+            assert row["times_fsdp_1"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
 
 
 def test_work():
