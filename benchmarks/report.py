@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def compare(rows: Iterable[Row]) -> None:
 
 
 def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[str, Any]:
-    """Returns what all rows share: device, driver, versions, commit, command, date and limits."""
+    """Returns what all rows share: device, driver, versions, commit, command, date, limits and NCCL's variables."""
     return {
         "device": find_device().device_kind,
         "driver": _driver(),
@@ -104,6 +105,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "limits": limits,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     }
 
 

@@ -28,9 +28,11 @@ from moax.mesh.collectives import vary_like
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
 from moax.ops.weights import (
+    GatherSpec,
     WeightSpec,
     find_layout,
     gather_weight,
+    make_shard,
     quantized_specs,
     scatter_gradient,
 )
@@ -64,11 +66,15 @@ def apply_experts(
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     x, experts, weights = inputs
     quantized_wi, quantized_wo = quantized
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "fprop")
+    wi_gather = GatherSpec(p.wi, "fprop", quantized_wi is not None)
+    wo_gather = GatherSpec(p.wo, "fprop", quantized_wo is not None)
+    wi = make_shard(view, wi_gather, w.wi, quantized_wi)
+    wo = make_shard(view, wo_gather, w.wo, quantized_wo)
     # Collectives run in the order of their starts, and the first matmul reads wi: the gather of wo starts when the
     # routing is known.
-    wo, quantized_wo, experts = lax.optimization_barrier((w.wo, quantized_wo, experts))
-    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "fprop")
+    wo, _ = lax.optimization_barrier((wo, experts))
+    gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
+    gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
     y, dropped, rounds, saved = _forward_op(view, p, x, experts, weights, w, (gathered_wi, gathered_wo))
     # A policy of `jax.checkpoint` knows the residuals by these names.
     rows, h, *planned = saved
@@ -84,17 +90,18 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
 
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     saved, inputs, w, (quantized_wi, quantized_wo) = residuals
+    wi_gather = GatherSpec(p.wi, "dgrad", quantized_wi is not None, scales_first=True)
+    wo_gather = GatherSpec(p.wo, "dgrad", quantized_wo is not None)
+    wi = make_shard(view, wi_gather, w.wi, quantized_wi)
+    wo = make_shard(view, wo_gather, w.wo, quantized_wo)
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
     # the rows that backward makes again. The first matmul reads wo. The gather of wo needs forward alone, so that XLA
-    # may start it before dy is there; the gather of wi starts behind it.
-    sizes = saved.plan.group_sizes
-    wo, quantized_wo, sizes = lax.optimization_barrier((w.wo, quantized_wo, sizes))
-    saved = saved._replace(plan=dataclasses.replace(saved.plan, group_sizes=sizes))
-    behind_dy = (inputs, w._replace(wo=None), quantized_wi, cotangents[0])
-    inputs, w, quantized_wi, dy = lax.optimization_barrier(behind_dy)
-    w = w._replace(wo=wo)
-    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "dgrad")
-    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "dgrad")
+    # may start it before dy is there. The gather of wi starts behind it, and behind the scales of both.
+    wo, _ = lax.optimization_barrier((wo, saved.plan.group_sizes))
+    behind_wo = (wi, inputs, cotangents[0], wo)
+    wi, inputs, dy, _ = lax.optimization_barrier(behind_wo)
+    gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
+    gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
     x, experts, weights = (None, None, None) if inputs is None else inputs
     gathered = (gathered_wi, gathered_wo)
     quantized = (quantized_wi, quantized_wo)

@@ -43,7 +43,7 @@ from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
 from moax.ops.dispatch_combine import combine_forward, dispatch_forward
 from moax.ops.permutation import count_rows
-from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_shard
+from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_on_device
 from moax.types import Received
 
 # The tokens x [T, H], experts [T, K] i32 and routing weights [T, K] f32.
@@ -169,7 +169,7 @@ def run_backward(
         dx_sum, d_weights_sum, dw = total
         wi_fprop = wi
         if wi_source is not None:
-            (wi_fprop,) = gather_shard((p.wi, "fprop"), layouts[0], *wi_source)
+            wi_fprop = gather_on_device(p.wi, "fprop", layouts[0], *wi_source)
         saved, groups, _ = forward_up(p, p.later, received, w, wi_fprop, keep=True, start=start)
         h, dy = finish((saved.h, dy))  # one exchange's buffers are in memory at a time
         saved = saved._replace(h=h)

@@ -128,9 +128,12 @@ class Kernels(Protocol):
         ...
 
     def gather_shard(
-        self, shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
+        self, shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
     ) -> Operand:  # fmt: skip
-        """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
+        """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too.
+
+        With `scales_first` the gather of the values starts when the scales have arrived.
+        """
         ...
 
     def matmul(

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import Names
+from moax.types import QShard
 
 GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
@@ -41,6 +42,20 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
             if names:
                 w = lax.all_gather(w, names, axis=dim, tiled=True)
     return w
+
+
+def gather_quantized(
+    shard: QShard[Array], gather: Sequence[Names], scale_axes: Sequence[Names], scales_first: bool
+) -> tuple[Array, Array]:
+    """All-gathers the values of a quantized weight over `gather`, and its scales over `scale_axes`.
+
+    With `scales_first` the gather of the values starts when the scales have arrived.
+    """
+    scale = gather_weight(shard.scale, scale_axes)
+    values = shard.data
+    if scales_first:
+        values, scale = lax.optimization_barrier((values, scale))
+    return gather_weight(values, gather), scale
 
 
 def sum_scatter(x: Array, names: Names, *, in_pieces: bool) -> Array:

@@ -49,7 +49,7 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops import weights
-from moax.ops.weights import WeightLayout, WeightSpec, find_layout
+from moax.ops.weights import GatherSpec, WeightLayout, WeightSpec, find_layout
 from moax.params import dense_spec_on
 from moax.recipe import Recipe, get_recipe
 
@@ -281,7 +281,8 @@ def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[
 def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     gathered = None
     if static.apart:
-        gathered = weights.gather_weight(view, static.weight, w, None, "fprop")
+        spec = GatherSpec(static.weight, "fprop")
+        gathered = weights.gather_weight(view, spec, w, weights.make_shard(view, spec, w, None))
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
     if view.engine == "custom_partitioning":
@@ -293,10 +294,13 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
     # w is gathered again, so XLA must not keep the gathered w of forward. The gather waits for nothing else: behind dy
     # it would wait for the scatters of the weights behind this one, since collectives run in the order of their starts.
-    w = lax.optimization_barrier(w)
     gathered = None
     if static.apart:
-        gathered = weights.gather_weight(view, static.weight, w, None, "dgrad")
+        spec = GatherSpec(static.weight, "dgrad")
+        shard = lax.optimization_barrier(weights.make_shard(view, spec, w, None))
+        gathered = weights.gather_weight(view, spec, w, shard)
+    else:
+        w = lax.optimization_barrier(w)
     dy = dy.astype(static.weight.dtype)
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
     if static.apart:
@@ -312,7 +316,7 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
     kernels = implementation(static.weight.kernels)
     if gathered is None:
-        (gathered,) = weights.gather_shard((static.weight, "fprop"), layout, w, None)
+        gathered = weights.gather_on_device(static.weight, "fprop", layout, w)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     contracted = layout.kept[1]
     rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
@@ -329,7 +333,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     dtype = weight.dtype
     kernels = implementation(weight.kernels)
     if gathered is None:
-        (gathered,) = weights.gather_shard((weight, "dgrad"), layout, w, None)
+        gathered = weights.gather_on_device(weight, "dgrad", layout, w)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     contracted = layout.kept[1]

@@ -1,10 +1,13 @@
 """Weights on a mesh: each device quantizes its shard, and gathers the weight before a product.
 
-    gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
+    quantize  shard = quantize(w shard)                           one byte an element, and the scales
+    gather    operand = all_gather(shard)                         over fsdp
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
-Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
-over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the product.
+Each is an op of its own, so that a barrier between quantize and gather can say when the wire starts: the quantization
+then reads its layer from a stack of weights in place, where a barrier before it would make XLA copy the layer. Gathered
+weights and partial gradients are per-device arrays: their leading dim is sharded over all mesh axes. The gather does
+not depend on tokens, so that it can overlap the work before the product.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
-from moax.recipe import Recipe, Use
+from moax.recipe import Format, Recipe, Use
 from moax.types import QShard
 
 # A QShard for each of `USES`, or one array in the dtype of products where the recipe has no format of weights.
 QuantizedWeight = tuple[Any, ...]
+WeightShard = Any  # a QShard, or an array where the recipe has no format of weights
 USES: tuple[Use, Use] = ("fprop", "dgrad")
 
 
@@ -52,6 +56,16 @@ class WeightSpec:
     def grad_dtype(self) -> np.dtype:
         """The dtype in which the gradient is computed and summed."""
         return sum_dtype(self.grad_reduce, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherSpec:
+    """The static facts of the gather of a weight."""
+
+    weight: WeightSpec
+    use: Use
+    prequantized: bool = False  # the shard is of `moax.quantize_params`, and has the declared layout
+    scales_first: bool = False  # the values start when the scales have arrived, so that no small collective waits
 
 
 class WeightLayout(NamedTuple):
@@ -120,40 +134,63 @@ def _name_axes(names: Names) -> str:
     return f"mesh {word} {', '.join(map(repr, names))}"
 
 
-def gather_weight(view: MeshView, weight: WeightSpec, w: Array, quantized: QuantizedWeight | None, use: Use) -> Operand:
+def make_shard(view: MeshView, static: GatherSpec, w: Array, quantized: QuantizedWeight | None) -> WeightShard:
+    """Returns what each device sends of a weight: its shard, quantized for one use, or w where nothing is quantized.
+
+    With `quantized`, which `moax.quantize_params` makes, nothing reads the values of w.
+    """
+    shard = _choose_shard(static, w, quantized)
+    if shard is None:
+        return QShard(*_quantize_for(view, static, w))
+    return shard
+
+
+def _choose_shard(static: GatherSpec, w: Array, quantized: QuantizedWeight | None) -> WeightShard | None:
+    """Returns the shard that is there, or None where w must be quantized for the use."""
+    quantizes = static.weight.recipe.w is not None
+    if quantized is None:
+        return None if quantizes else w
+    return quantized[USES.index(static.use)] if quantizes else quantized[0]
+
+
+def gather_weight(view: MeshView, static: GatherSpec, w: Array, shard: WeightShard) -> Operand:
     """Returns the whole weight as each device's operand of a matmul: over K for `fprop`, over *C for `dgrad`.
 
-    Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
+    `shard` is the result of `make_shard`. The op needs the layout of w, and not its values.
     """
-    (gathered,) = _gather(view, (weight, use), w, quantized)
+    (gathered,) = _gather(view, static, shard, w)
     return gathered
 
 
-def gather_shard(
-    static: tuple[WeightSpec, Use],
-    layout: WeightLayout,
-    w: Array | None,
-    quantized: QuantizedWeight | None,
-) -> tuple[Operand]:
-    """Runs `gather_weight` on one device."""
-    weight, use = static
+def gather_shard(static: GatherSpec, layout: WeightLayout, shard: WeightShard, w: Array | None) -> tuple[Operand]:
+    """Runs `gather_weight` on one device; nothing reads the values of w."""
+    weight = static.weight
     recipe = weight.recipe
     gather = layout.gather
-    if quantized is not None:
+    if static.prequantized:
         # A quantized weight has the declared layout, whatever the layout of w is.
         gather = find_layout(weight).gather
     if recipe.w is None:
-        plain = cast(Array, w if quantized is None else quantized[0])
-        whole = collectives.gather_weight(plain.astype(weight.dtype), gather)
+        whole = collectives.gather_weight(shard.astype(weight.dtype), gather)
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
-        kernels = implementation(weight.kernels)
-        shard = None if quantized is None else quantized[USES.index(use)]
-        if shard is None:
-            shard = kernels.quantize_shard(cast(Array, w), recipe, use, gather, layout.matrix_axes)
-        operand = kernels.gather_shard(shard, recipe, use, gather)
+        operand = implementation(weight.kernels).gather_shard(
+            shard, recipe, static.use, gather, scales_first=static.scales_first
+        )
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
     return (lax.optimization_barrier(operand),)
+
+
+def gather_on_device(
+    weight: WeightSpec, use: Use, layout: WeightLayout, w: Array, quantized: QuantizedWeight | None = None
+) -> Operand:
+    """Quantizes and gathers a weight on one device, for an op whose own step that is."""
+    static = GatherSpec(weight, use, quantized is not None)
+    shard = _choose_shard(static, w, quantized)
+    if shard is None:
+        shard = QShard(*_quantize_one_use(static, layout, w))
+    (gathered,) = gather_shard(static, layout, shard, None)
+    return gathered
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
@@ -170,28 +207,30 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
     """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
     layout = find_layout(weight)
-    format = weight.recipe.w
-    if format is None:
+    if weight.recipe.w is None:
         return (layout.spec,)
+    return tuple(_shard_specs(weight, layout, shape, use) for use in USES)
+
+
+def _shard_specs(weight: WeightSpec, layout: WeightLayout, shape: Sequence[int], use: Use) -> QShard[Spec]:
+    """Returns the specs of a weight of this whole shape that is quantized for one use, in a layout of the weight."""
+    format = cast(Format, weight.recipe.w)
     kernels = implementation(weight.kernels)
-    specs = []
-    for use in USES:
-        shard_shape = local_shape(shape, layout.spec, weight.axes)
-        scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
-        if not scale_axes:
-            scale_axes = (layout.gather[0], (), ())
-        split = layout.kept
-        if format.block is None:
-            split = (split[0], (), ())
-        elif len(scale_axes) < len(split):  # the columns of the scales are one dim
-            split = (*split[:2], sum(split[2:], ()))
-        data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-        scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
-        if kernels.stores_weight_transposed(weight.recipe, use):
-            data = [data[0], *data[2:], data[1]]
-            scale = [scale[0], *scale[2:], scale[1]]
-        specs.append(QShard(Spec(*data), Spec(*scale)))
-    return tuple(specs)
+    shard_shape = local_shape(shape, layout.spec, weight.axes)
+    scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
+    if not scale_axes:
+        scale_axes = (layout.gather[0], (), ())
+    split = layout.kept
+    if format.block is None:
+        split = (split[0], (), ())
+    elif len(scale_axes) < len(split):  # the columns of the scales are one dim
+        split = (*split[:2], sum(split[2:], ()))
+    data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
+    scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
+    if kernels.stores_weight_transposed(weight.recipe, use):
+        data = [data[0], *data[2:], data[1]]
+        scale = [scale[0], *scale[2:], scale[1]]
+    return QShard(Spec(*data), Spec(*scale))
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
@@ -211,18 +250,35 @@ def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
     return tuple(arrays)
 
 
+def _quantize_one_use(static: GatherSpec, layout: WeightLayout, w) -> tuple[Array, Array]:
+    weight = static.weight
+    quantize = implementation(weight.kernels).quantize_shard
+    data, scale = quantize(w, weight.recipe, static.use, layout.gather, layout.matrix_axes)
+    return data, scale
+
+
+def _quantize_for_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
+    (w,) = operands
+    layout = find_layout(static.weight, operand_specs[0], w.ndim)
+    specs = _shard_specs(static.weight, layout, w.shape, static.use)
+    return OpSharding((layout.spec,), list(specs), [()] * 2, layout)
+
+
 def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
     layout = find_layout(weight)
     specs = [spec for shard in quantized_specs(weight, operands[0].shape) for spec in shard]
     return OpSharding((layout.spec,), specs, [()] * 4, layout)
 
 
-def _gather_sharding(static: tuple[WeightSpec, Use], operands, operand_specs) -> OpSharding:
-    weight, _ = static
-    w, quantized = operands
-    layout = find_layout(weight, operand_specs[0], w.ndim)
-    specs = None if quantized is None else quantized_specs(weight, w.shape)
-    return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
+def _gather_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
+    weight = static.weight
+    _, w = operands
+    layout = find_layout(weight, operand_specs[1], w.ndim)
+    of_shard = find_layout(weight) if static.prequantized else layout
+    specs = of_shard.spec
+    if weight.recipe.w is not None:
+        specs = _shard_specs(weight, of_shard, w.shape, static.use)
+    return OpSharding((specs, layout.spec), (Spec(weight.axes.all),), ((),), layout)
 
 
 def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
@@ -251,5 +307,6 @@ def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
-_gather = Op("gather_weight", gather_shard, "*w, @ -> @", sharding=_gather_sharding)
+_quantize_for = Op("quantize_weight", _quantize_one_use, "*w -> @, @", sharding=_quantize_for_sharding)
+_gather = Op("gather_weight", gather_shard, "@, *w -> @", sharding=_gather_sharding)
 _scatter = Op("scatter_gradient", _scatter_shards, "@, *w -> *w", sharding=_scatter_sharding)

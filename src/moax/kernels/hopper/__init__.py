@@ -46,7 +46,7 @@ from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projecti
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_weight, is_alone, reduce_max
+from moax.mesh.collectives import gather_quantized, is_alone, reduce_max
 from moax.recipe import FULL, Format, Recipe, Recipes, Use
 from moax.types import QArray, QShard
 
@@ -397,19 +397,18 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
 
 
 def gather_shard(
-    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
+    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
 ) -> Any:  # fmt: skip
     """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a matmul over rows."""
     if not supports_fp8(recipe):
-        return xla.gather_shard(shard, recipe, use, gather)
+        return xla.gather_shard(shard, recipe, use, gather, scales_first=scales_first)
     format = cast(Format, recipe.w)
     transposed = stores_weight_transposed(recipe, use)
     shape = shard.data.shape
     if transposed:
         shape = (shape[0], shape[-1], *shape[1:-1])
     scale_axes = find_scale_axes(shape, format, use, gather) or (gather[0], (), ())
-    data = gather_weight(shard.data, _turn(gather, transposed))
-    scale = gather_weight(shard.scale, _turn(scale_axes, transposed))
+    data, scale = gather_quantized(shard, _turn(gather, transposed), _turn(scale_axes, transposed), scales_first)
     data = _flatten_columns(data, transposed)
     scale = _flatten_columns(scale, transposed)
     blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))

@@ -24,7 +24,7 @@ from moax.kernels.scales import (
     to_scale,
 )
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_weight, reduce_max, vary_like
+from moax.mesh.collectives import gather_quantized, reduce_max, vary_like
 from moax.recipe import Format, Recipe, Use
 from moax.types import QArray, QShard
 
@@ -106,13 +106,12 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
 
 
 def gather_shard(
-    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names],
+    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
 ) -> QArray:  # fmt: skip
     """Returns the whole weight from a quantized shard of it."""
     format = cast(Format, recipe.w)
     scale_axes = find_scale_axes(shard.data.shape, format, use, gather) or (gather[0], (), ())
-    data = gather_weight(shard.data, gather)
-    scale = gather_weight(shard.scale, scale_axes)
+    data, scale = gather_quantized(shard, gather, scale_axes, scales_first)
     data = data.reshape(*data.shape[:2], -1)
     scale = scale.reshape(*scale.shape[:2], -1)
     return QArray(data, scale, format.dtype, format.weight_block(3, use))
