@@ -49,10 +49,21 @@ def origin(name: str) -> Origin:
     return Origin(head["git_sha"][:7], head["date"][:10])
 
 
+AUTO_AT_EP_4 = {
+    "qwen3-30b": "all_gather",
+    "mixtral-8x7b": "all_to_all",
+}  # tests/tools/test_estimate.py holds auto to it
+
+
 def block_times() -> dict[tuple[str, str, str], float]:
-    """ms of forward and backward, by model, implementation and recipe, of what ran on two H200s."""
-    rows = [row for row in read_rows("h200x2_block.json") if row["direction"] == "fwd+bwd" and row["us"]]
-    return {(row["case"].split()[0], row["impl"], row["recipe"]): row["us"] / 1e3 for row in rows}
+    """ms of forward and backward on four H200s, by model, implementation and recipe, by the exchange that auto takes."""
+    times = {}
+    for row in read_rows("x4_block.json"):
+        model = row["case"].split()[0]
+        exchange = row["extra"].get("exchange")  # a peer has none
+        if row["direction"] == "fwd+bwd" and exchange in (None, AUTO_AT_EP_4[model]):
+            times[model, row["impl"], row["recipe"]] = row["us"] / 1e3
+    return times
 
 
 def is_current(sha: str) -> bool:
@@ -317,6 +328,16 @@ def benchmark_table() -> list[str]:
         for name, how in (("h200x2_block.json", "all_gather"), ("h200x2_block_one_sided.json", "one_sided")):
             values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
             add(f"block {model} T8192, ep 2, `{how}`, ms", name, min, *values)
+    for model in ("qwen3-30b", "mixtral-8x7b"):
+        for how in ("all_gather", "all_to_all", "one_sided"):
+            rows = [row for row in read_rows("x4_block.json") if row["case"].startswith(model)]
+            rows = [row for row in rows if row["direction"] == "fwd+bwd" and not row["recipe"].endswith("+kept")]
+            columns = [
+                [r["us"] / 1e3 for r in rows if (r["recipe"] != "none") == quantized
+                 and r["extra"].get("exchange") == (how if ours else None)]
+                for quantized in (False, True) for ours in (True, False)
+            ]  # fmt: skip
+            add(f"block {model} T8192, ep 4, `{how}`, ms", "x4_block.json", min, *columns)
     for row in read_rows("h200x2_imbalance.json"):
         if row["extra"]["buffer_factor"] == 1.25 and row["extra"]["imbalance"] in (1.0, 1.5, 2.0):
             what = f"block qwen3-30b T8192, ep 2, {row['extra']['imbalance']:g} x the balanced load, ms"
@@ -374,6 +395,20 @@ def test_times_of_exchanges_are_committed():
     for model, recipe in {(model, recipe): None for model, recipe, _ in times}:
         cells = [times[model, recipe, exchange] for exchange in ("all_gather", "all_to_all", "one_sided")]
         assert f"| {model}, {labels[recipe]} | {' | '.join(cells)} |" in page
+    of_four = {(r["case"].split()[0], r["impl"], r["recipe"], r["extra"].get("exchange")): r["us"] / 1e3
+               for r in read_rows("x4_block.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
+    alone = {(r["case"].split()[0], r["recipe"]): r["us"] / 1e3
+             for r in read_rows("x4_block_one_gpu.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
+    for model, recipe in alone:
+        own = [of_four[model, "moax", recipe, exchange] for exchange in ("all_gather", "all_to_all", "one_sided")]
+        cells = [f"{time:.2f}" for time in (alone[model, recipe], *own)]
+        peer = of_four.get((model, "torch", {"fp8_block": "fp8_rowwise"}.get(recipe, recipe), None))
+        cells.append("-" if peer is None else f"{peer:.2f}")
+        assert f"| {model}, {labels[recipe]} | {' | '.join(cells)} |" in page
+    of_options = [f"{row['us'] / 1e3:.2f}" for row in read_rows("x4_block_overlap.json")
+                  if row["direction"] == "fwd+bwd" and row["extra"]["exchange"] == "all_gather"]  # fmt: skip
+    shown = re.search(r"takes (\S+) ms in bf16, (\S+) in `fp8_block`\s+and (\S+) with pre-quantized", page)
+    assert shown and list(shown.groups()) == of_options
     times = read_times("h200x2_exchanges_overlap.json")
     for exchange in ("all_gather", "all_to_all"):
         bf16, fp8 = (times["qwen3-30b", recipe, exchange] for recipe in ("none", "fp8_block"))
