@@ -56,7 +56,7 @@ AUTO_AT_EP_4 = {
 
 
 def block_times() -> dict[tuple[str, str, str], float]:
-    """ms of forward and backward on four H200s, by model, implementation and recipe, by the exchange that auto takes."""
+    """ms of forward and backward on four H200s, by model, implementation and recipe, with the exchange of `auto`."""
     times = {}
     for row in read_rows("x4_block.json"):
         model = row["case"].split()[0]
@@ -419,24 +419,46 @@ def test_times_of_layers_in_a_scan_are_committed():
     """Breaks if a table of docs/how-to/overlap.md shows a time that its file does not hold, or that does not follow
     from such times."""
     page = (ROOT / "docs" / "how-to" / "overlap.md").read_text()
-    rows = {
-        (row["impl"], row["recipe"], row["tokens"], row["fsdp"], row["options"]): row
-        for row in read_rows("h200x2_overlap.json")
-    }
     ways = (("moax", "none", "bf16"), ("moax", "fp8_block", "`fp8_block`"), ("fsdp2", "none", "FSDP2"))
+
+    def read_layers(name: str) -> dict[tuple, dict]:
+        names = ("impl", "recipe", "tokens", "fsdp", "ep", "options")
+        return {tuple(row[name] for name in names): row for row in read_rows(name)}
+
+    def cells_of(rows: dict[tuple, dict], way: tuple[str, str], tokens: int, fsdp: int) -> list[str]:
+        """One GPU, fsdp, their ratio, and the exposed time beside that of all collectives."""
+        row = rows[*way, tokens, fsdp, 1, way[0] == "moax"]
+        exposed = f"{row['exposed_ms']:.1f} ({row['wire_ms']:.1f})" if way[0] == "moax" else "-"
+        times = (rows[*way, tokens, 1, 1, False]["ms_a_layer"], row["ms_a_layer"], row["times_fsdp_1"])
+        return [*(f"{time:.2f}" for time in times), exposed]
+
+    four = read_layers("x4_overlap.json")
     for tokens, (impl, recipe, label) in itertools.product((4096, 8192, 16384, 32768), ways):
-        alone = rows[impl, recipe, tokens, 1, False]["ms_a_layer"]
-        row = rows[impl, recipe, tokens, 2, impl == "moax"]
-        ms = row["ms_a_layer"]
-        exposed = f"{row['exposed_ms']:.1f} ({row['wire_ms']:.1f})" if impl == "moax" else "-"
-        assert f"| {tokens}, {label} | {alone:.2f} | {ms:.2f} | {row['times_fsdp_1']:.2f} | {exposed} |" in page
+        cells = cells_of(four, (impl, recipe), tokens, 4)
+        both = ["-"] * 3
+        if impl == "moax":
+            row = four[impl, recipe, tokens, 2, 2, True]
+            times = (four[impl, recipe, tokens, 1, 2, False]["ms_a_layer"], row["ms_a_layer"], row["times_fsdp_1"])
+            both = [f"{time:.2f}" for time in times]
+        assert f"| {tokens}, {label} | {' | '.join([*cells, *both])} |" in page
         if impl == "moax" and tokens > 4096:
-            computed = [ms + row["exposed_ms"] * (2 * (n - 1) / n - 1) for n in (4, 8, 16)]
-            cells = [f"{time:.2f} ({time / alone:.2f})" for time in computed]
-            assert f"| {tokens}, {label} | {' | '.join(cells)} |" in page
-    said = [("moax", "fp8_block", 16384, 2, True), ("moax", "none", 16384, 2, True), ("fsdp2", "none", 16384, 2, False)]
+            alone = four[impl, recipe, tokens, 1, 1, False]["ms_a_layer"]
+            row = four[impl, recipe, tokens, 4, 1, True]
+            computed = [row["ms_a_layer"] + row["exposed_ms"] * (4 * (n - 1) / (3 * n) - 1) for n in (8, 16)]
+            shown = [f"{time:.2f} ({time / alone:.2f})" for time in computed]
+            assert f"| {tokens}, {label} | {' | '.join(shown)} |" in page
+    for name, fsdp, sizes in (
+        ("x4_overlap_channels.json", 4, (8192, 16384)),
+        ("h200x2_overlap.json", 2, (4096, 8192, 16384, 32768)),
+    ):
+        rows = read_layers(name)
+        for tokens, (impl, recipe, label) in itertools.product(sizes, ways):
+            assert f"| {tokens}, {label} | {' | '.join(cells_of(rows, (impl, recipe), tokens, fsdp))} |" in page
+    said = [
+        (*way, 16384, 4, 1, way[0] == "moax") for way in (("moax", "fp8_block"), ("moax", "none"), ("fsdp2", "none"))
+    ]
     sentence = r"takes (\d\.\d\d) times one GPU's time .*? in bf16 (\d\.\d\d) times; .*? takes (\d\.\d\d) times"
     shown = re.search(sentence, PROSE)
-    assert shown and shown.groups() == tuple(f"{rows[way]['times_fsdp_1']:.2f}" for way in said)
+    assert shown and shown.groups() == tuple(f"{four[way]['times_fsdp_1']:.2f}" for way in said)
     for recipe in ("none", "fp8_block"):
-        assert f"{rows['moax', recipe, 8192, 2, False]['ms_a_layer']:.2f}" in page
+        assert f"{four['moax', recipe, 8192, 4, 1, False]['ms_a_layer']:.2f}" in page
