@@ -156,7 +156,9 @@ def draw(seed: int, tiny: bool = False) -> Case:
 
 def _experts_of_rank(case: Case) -> int:
     """Returns the experts of one rank of ep."""
-    ranks = 1 if case.layout is None else dict(case.layout.sizes).get("ep", 1)
+    ranks = 1
+    if case.layout is not None:
+        ranks = dict(case.layout.sizes).get("ep", 1)
     return case.config.num_experts // ranks
 
 

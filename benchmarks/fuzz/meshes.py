@@ -27,7 +27,9 @@ class DifferentBits(AssertionError):
 def exchanges(on_gpus: bool) -> tuple[str, ...]:
     """Returns the exchanges that run on these devices."""
     portable = ("auto", "all_gather", "all_to_all")
-    return (*portable, "one_sided") if on_gpus else portable
+    if on_gpus:
+        return (*portable, "one_sided")
+    return portable
 
 
 def draw_on_mesh(seed: int, devices: int, tiny: bool, on_gpus: bool) -> Case:
@@ -60,7 +62,9 @@ def draw_on_mesh(seed: int, devices: int, tiny: bool, on_gpus: bool) -> Case:
         num_experts=_round_up(case.config.num_experts, ranks),
         d_ff=_round_up(case.config.d_ff, 32 * sizes.get("tp", 1)),
     )
-    way = "plain" if case.way == "vmap" else case.way
+    way = case.way
+    if way == "vmap":  # layers of a model run one after the other
+        way = "plain"
     return dataclasses.replace(case, config=config, tokens=tokens, way=way, layout=layout)
 
 
@@ -72,7 +76,9 @@ def _round_up(size: int, multiple: int) -> int:
 def make_mesh_of(layout: Layout) -> Mesh:
     """Makes the mesh of a layout, of the first devices of the machine."""
     sizes = dict(layout.sizes)
-    axis_type = AxisType.Explicit if layout.explicit else AxisType.Auto
+    axis_type = AxisType.Auto
+    if layout.explicit:
+        axis_type = AxisType.Explicit
     devices = jax.devices()[: math.prod(sizes.values())]
     return moax.make_mesh(sizes, axis_type=axis_type, devices=devices)
 
@@ -95,7 +101,9 @@ def place(case: Case, inputs: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         if case.layout.batch is not None:
             value = value.reshape(len(value), case.layout.batch, -1, *value.shape[2:])
         dims = value.ndim - 1
-        leading = 1 if case.layout.batch is None else 2
+        leading = 1
+        if case.layout.batch is not None:
+            leading = 2
         tokens = token_spec(moax.Axes(), leading + 1, mesh)
         spec = jax.P(None, *tokens[:leading], *[None] * (dims - leading))
         placed[name] = jax.device_put(value, NamedSharding(mesh, spec))

@@ -149,7 +149,9 @@ def phases(args: argparse.Namespace, seeds: list[str], indices: list[int]) -> li
     labels += seeds
     if labels:
         settings = (indices, args.kernels, args.tiny, args.mesh)
-        gpus = 1 if args.mesh else args.gpus
+        gpus = args.gpus
+        if args.mesh:
+            gpus = 1
         phases.append(Phase(labels, len(indices), run_case, settings, args.jobs, gpus))
     return phases
 
@@ -246,7 +248,9 @@ def main(argv: list[str] | None = None) -> int:
         total += len(phase.labels) * phase.draws
     try:
         for phase in phases(args, [str(seed) for seed in seeds], indices):
-            left = None if args.seconds is None else args.seconds - (time.monotonic() - start)
+            left = None
+            if args.seconds is not None:
+                left = args.seconds - (time.monotonic() - start)
             for row in run_phase(phase, left):
                 rows.append(row)
                 print(line(row), flush=True)
