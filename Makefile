@@ -34,7 +34,7 @@ ON_H200S = JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/h2
 # `make test-versions` runs this file whole on the newest jax, so `make test-more` leaves it out.
 LOWERING := tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-versions test-next test-gpu test-gpu-more trainer-h200 check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-next test-gpu test-gpu-more trainer-h200 trainer-gpus check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -134,6 +134,10 @@ test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out
 
 trainer-h200: | $(TRAINER)/site ## time training steps of MaxText with its MoE layer and with moax's on one GPU (over 10 minutes; each row is written as it ends)
 	PYTHONPATH=src:$(TRAINER)/site:$(TRAINER)/wheels/stubs $(GPU_PYTHON) -m benchmarks.trainer
+
+trainer-gpus: | $(TRAINER)/site ## time training steps of MaxText on meshes of four GPUs (20 minutes; each row is written as it ends)
+	PYTHONPATH=src:$(TRAINER)/site:$(TRAINER)/wheels/stubs $(GPU_PYTHON) -m benchmarks.trainer --cases qwen3-30b \
+	  --mesh fsdp=4 --mesh fsdp=2,expert=2 --mesh expert=4 --profile --out runs/results/gpus_trainer.json
 
 # A machine without a network takes the folder of wheels from one that has it.
 $(TRAINER)/site: | $(TRAINER)/wheels

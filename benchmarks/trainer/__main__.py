@@ -1,9 +1,12 @@
-"""`python -m benchmarks.trainer`: MaxText's training step on one GPU, by each of its MoE layers and by moax's block.
+"""`python -m benchmarks.trainer`: MaxText's training step, by each of its MoE layers and by moax's block.
 
-Each variant is MaxText's own training command in a process of its own, on its synthetic data: the same batch in every
-step, so that the loss falls. A row has the mean time of a step, tokens/s, TFLOP/s by MaxText's count, the peak of
-memory, the loss of every step, and with `--profile` the kernels of the step that take the most time. `make
-trainer-h200` runs it; docs/how-to/maxtext-gpu.md says how.
+Each variant is MaxText's own training command in a process of its own, on one GPU or on a mesh of the GPUs of one host.
+Its synthetic data are the same batch in every step, so that the loss falls. A row has the mean time of a step, tokens/s
+and TFLOP/s of one GPU by MaxText's count, the peak of memory of one GPU, and the loss of every step. `--profile` adds
+the kernels of the step that take the most time, and on a mesh the time of collectives. `make trainer-h200` and `make
+trainer-gpus` run it; docs/how-to/maxtext-gpu.md says how.
+
+The variants compile side by side and then run one after another: first the most important ones of all cases.
 """
 
 from __future__ import annotations
@@ -12,25 +15,32 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+import moax
+from benchmarks import profiles, report
 from benchmarks.block import stages
 from benchmarks.block.worker import ROOT, environment
-from benchmarks.profiles import read_profile
 from benchmarks.report import OURS, Row
+from benchmarks.trainer import ways
+from benchmarks.trainer.ways import CASES, Mesh, Way
 
 # No mean counts the first steps. The steps of a profile come after the counted ones.
 SKIPPED = 5
 PROFILED = 2
+COMPILATION = 420  # the seconds that a compilation may take
+RUN = 300  # the seconds that the steps of a variant may take
 HLO = "step.hlo"  # the optimized program of a step, whose scopes tell the parts of a profile
 # The parts of a step by the scope or the name of a kernel. MaxText has no scopes of its own. The first pattern decides.
 PARTS = {
@@ -49,59 +59,24 @@ FORMULA = (
     "Q and KV heads of D, E experts of width F, K a token, V words, S tokens a sequence. "
     "It counts no expert that a token did not choose, and nothing that runs a second time."
 )
-COMMON = """override_model_config=True dataset_type=synthetic packing=False per_device_batch_size=2
-gradient_accumulation_steps=4 max_target_length=4096 scan_layers=False megablox=False learning_rate=3e-4 run_name=step
-enable_checkpointing=False enable_tensorboard=False enable_goodput_recording=False monitor_goodput=False
-skip_jax_distributed_system=True log_config=False"""
-TINY = """model_name=qwen3-30b-a3b base_emb_dim=256 base_num_query_heads=4 base_num_kv_heads=2 head_dim=64 num_experts=8
-num_experts_per_tok=2 base_mlp_dim=128 base_moe_mlp_dim=128 vocab_size=512 max_target_length=128 hardware=cpu"""
-CASES = {  # MaxText's settings, and the layers that fit an H100 and an H200 with AdamW in float32
-    "qwen3-30b": ("model_name=qwen3-30b-a3b hardware=gpu", 4, 6),
-    "mixtral-8x7b": ("model_name=mixtral-8x7b hardware=gpu", 1, 2),
-    "tiny": (TINY, 2, 2),
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to compute the MoE layer: MaxText's settings for its own layer, or moax's recipe."""
+class Clock:
+    """The seconds of `--seconds`, after which no variant starts; None for no end."""
 
-    name: str
-    settings: str = ""
-    recipe: str | None = None
-    kept: bool = False
-    note: str = ""
+    def __init__(self, seconds: float | None):
+        self.reason = f"not started: the {seconds} s of --seconds were over"
+        self.end = math.inf
+        if seconds is not None:
+            self.end = time.monotonic() + seconds
 
-    @property
-    def label(self) -> str:
-        return (self.recipe or "none") + ("+kept" if self.kept else "")
+    def left(self) -> float:
+        """Returns the seconds that are left."""
+        return self.end - time.monotonic()
 
-
-# The rows of the last ways come after those of all cases, so that a run that is cut still has the first rows.
-SLOW = 3
-WAYS = (
-    Way("maxtext-tokamax", "sparse_matmul=True use_tokamax_gmm=True"),
-    Way(OURS),
-    Way(OURS, kept=True, note="weights cast to bfloat16 once a step"),
-    Way(OURS, recipe="fp8_block", kept=True),
-    Way(OURS, recipe="fp8_block"),
-    Way(
-        "maxtext-capacity1.25",
-        "sparse_matmul=False capacity_factor=1.25",
-        note="drops what finds no room",
-    ),
-    Way(
-        "maxtext-tokamax-float32-router",
-        "sparse_matmul=True use_tokamax_gmm=True float32_gate_logits=True",
-        note="the router in float32, as moax's",
-    ),
-    Way(
-        "maxtext-dense",
-        "sparse_matmul=False capacity_factor=-1.0",
-        note="every expert computes every token",
-    ),
-    Way("maxtext-ragged_dot", "sparse_matmul=True use_tokamax_gmm=False"),
-)
+    def is_over(self) -> bool:
+        """Returns whether no second is left."""
+        return self.left() <= 0
 
 
 @dataclasses.dataclass
@@ -110,6 +85,8 @@ class Variant:
 
     case: str
     way: Way
+    mesh: Mesh | None
+    load: str
     layers: int
     steps: int
     argv: list[str]
@@ -129,6 +106,7 @@ class Variant:
             argv=self.argv,
             moax=ours,
             kept=self.way.kept,
+            load=self.load,
             compile=compile_only,
             result=result,
         )
@@ -150,11 +128,28 @@ class Variant:
         # Compilations share the GPU, and a run has it alone.
         env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false" if compile_only else "true"}
         env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+        env |= self.devices()
+        if self.way.overlap:
+            flags = ways.xla_flags(moax.OVERLAP_OPTIONS.items())
+            env["XLA_FLAGS"] = " ".join(filter(None, (env.get("XLA_FLAGS", ""), flags)))
         with open(self.folder / ("compile.log" if compile_only else "run.log"), "w") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.trainer.worker", json.dumps(job)],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, env=env,
             )  # fmt: skip
+
+    def devices(self) -> dict[str, str]:
+        """Returns what makes a process see as many devices as its mesh has, on a machine with more of them."""
+        if self.mesh is None:
+            return {}
+        if "hardware=cpu" in self.argv:
+            return {"JAX_NUM_CPU_DEVICES": str(self.mesh.size)}
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if seen:
+            gpus = seen.split(",")[: self.mesh.size]
+        else:
+            gpus = [str(number) for number in range(self.mesh.size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
     def finish(self, process: subprocess.Popen, seconds: float) -> None:
         """Lets the process go on, and waits; `why` says what went wrong."""
@@ -171,8 +166,12 @@ class Variant:
             errors = [line.strip() for line in text if "Error" in line or "RESOURCE_EXHAUSTED" in line]
             self.why = (errors or text or ["no output"])[-1][:300]
 
-    def compile(self) -> None:
-        self.finish(self.start(compile_only=True), 420)
+    def compile(self, clock: Clock) -> None:
+        """Compiles the step in a process that ends by the end of the clock."""
+        if clock.is_over():
+            self.why = clock.reason
+            return
+        self.finish(self.start(compile_only=True), min(COMPILATION, clock.left()))
 
     def row(self) -> Row:
         """Returns the row of a run; without times, where the run failed."""
@@ -213,7 +212,10 @@ class Variant:
         )  # fmt: skip
         if any(self.folder.rglob("*.xplane.pb")):
             try:
-                row.extra |= split_step(self.folder)
+                kernels = profiles.read_profile(self.folder)
+                row.extra |= split_step(self.folder, kernels)
+                if self.mesh is not None and self.mesh.size > 1:
+                    row.extra |= split_wire(kernels)
             # Where nothing ran on a GPU, the losses are useful without a profile.
             except (OSError, ValueError) as error:
                 row.extra["profile_note"] = str(error)
@@ -225,43 +227,85 @@ def part_of(kernel: str, scope: str) -> str:
     return next(part for part, pattern in PARTS.items() if re.search(pattern, scope) or re.search(pattern, kernel))
 
 
-def split_step(folder: Path) -> dict[str, Any]:
-    """Returns the parts of a step, and the kernels that take the most of it, from the profile in `folder`."""
+def split_step(folder: Path, kernels: list[profiles.Kernel]) -> dict[str, Any]:
+    """Returns the parts of a step of one GPU, and the kernels that take the most of it; `folder` has the program."""
+    gpus = len({kernel.device for kernel in kernels})
     return stages.split_step(
         (folder / HLO).read_text(),
-        read_profile(folder),
-        PROFILED,
+        kernels,
+        PROFILED * gpus,
         PARTS,
         part_of,
     )
 
 
-def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
+def split_wire(kernels: list[profiles.Kernel]) -> dict[str, Any]:
+    """Returns ms of a step of the first GPU: its collectives, those with nothing computing beside them, its compute."""
+    of_gpu = profiles.overlaps(kernels, PROFILED)[0]
+    together = of_gpu.kinds[0]
+    return {
+        "wire_ms": round(together.ms, 3),
+        "exposed_ms": round(together.exposed_ms, 3),
+        "compute_ms": round(of_gpu.compute_ms, 3),
+    }
+
+
+def list_variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
     """Returns what to measure, the most important first."""
     if (maxtext := find_spec("maxtext")) is None or maxtext.origin is None:
         raise SystemExit("maxtext is not installed; `make trainer-h200` installs it")
     base = str(Path(maxtext.origin).parent / "configs" / "base.yml")
-    chosen = []
-    for case in args.cases:
-        settings, small, big = CASES[case]
-        layers = args.layers or (big if large else small)
-        for way in WAYS:
-            here = folder / f"{case}-{way.name}-{way.label}"
-            profile = f"profiler=xplane skip_first_n_steps_for_profiler={args.steps + 1} profiler_steps={PROFILED} "
-            own = f"base_num_decoder_layers={layers} attention={args.attention} {profile if args.profile else ''}"
-            own += f"steps={args.steps + (2 + PROFILED) * args.profile} "
-            own += f"metrics_file={here / 'metrics.txt'} jax_cache_dir={args.cache} base_output_directory={here}"
-            argv = [base, *COMMON.split(), *settings.split(), *way.settings.split(), *own.split()]
-            chosen.append(Variant(case, way, layers, args.steps, argv, here))
-    chosen.sort(key=lambda one: one.way in WAYS[-SLOW:])
-    return [one for one in chosen if not args.only or any(word in one.name for word in args.only)]
+    variants = []
+    for case, mesh, microbatches, load in itertools.product(
+        args.cases, args.mesh or [None], args.microbatches, args.load
+    ):
+        model = CASES[case]
+        layers = args.layers or ways.choose_layers(model, mesh, large)
+        name = ways.name_case(case, mesh, microbatches, load)
+        for way in ways.list_ways(mesh, microbatches):
+            # MaxText reads a setting up to `=`, and a list at commas.
+            here = folder / re.sub(r"[^\w.+]+", "-", f"{name}-{way.name}-{way.label}")
+            settings = [*ways.COMMON.split(), *model.settings.split(), *way.settings.split()]
+            settings += list_settings(args, layers, microbatches, here)
+            if mesh is not None:
+                settings += mesh.settings.split()
+            variants.append(Variant(name, way, mesh, load, layers, args.steps, [base, *settings], here))
+    variants.sort(key=lambda one: one.way.rank)
+    return [one for one in variants if not args.only or any(word in one.name for word in args.only)]
+
+
+def list_settings(args: argparse.Namespace, layers: int, microbatches: int, folder: Path) -> list[str]:
+    """Returns the settings of MaxText that the command line tells."""
+    settings = [
+        f"base_num_decoder_layers={layers}",
+        f"gradient_accumulation_steps={microbatches}",
+        f"attention={args.attention}",
+        f"steps={args.steps + (2 + PROFILED) * args.profile}",
+        f"metrics_file={folder / 'metrics.txt'}",
+        f"jax_cache_dir={args.cache}",
+        f"base_output_directory={folder}",
+    ]
+    if args.profile:
+        settings += [
+            "profiler=xplane",
+            f"skip_first_n_steps_for_profiler={args.steps + 1}",
+            f"profiler_steps={PROFILED}",
+        ]
+    return settings
+
+
+def warm(variant: Variant) -> Variant:
+    """Returns the variant with one layer, for a compilation that has the GPUs alone."""
+    own = f"base_num_decoder_layers={variant.layers}"
+    argv = ["base_num_decoder_layers=1" if one == own else one for one in variant.argv]
+    return dataclasses.replace(variant, argv=argv, folder=variant.folder.with_name("warm"))
 
 
 def compare_losses(rows: list[Row]) -> None:
-    """Writes into each row how far its losses are from those of the first row of its case."""
+    """Writes into each row how far its losses are from those of the first row of its case that has losses."""
     for row in rows:
-        baseline = next(other for other in rows if other.case == row.case)
-        if row is not baseline and row.us and baseline.us:
+        baseline = next((other for other in rows if other.case == row.case and other.us), row)
+        if row is not baseline and row.us:
             pairs = zip(row.extra["losses"], baseline.extra["losses"], strict=False)
             row.extra[f"loss_off_{baseline.impl}"] = max(abs(a - b) / b for a, b in pairs)
 
@@ -281,9 +325,31 @@ def main() -> int:
         help="variants whose 'case way recipe' has the word; repeatable",
     )
     add(
+        "--mesh",
+        action="append",
+        type=as_mesh,
+        metavar="SIZES",
+        help="a mesh of GPUs of this host, such as fsdp=4 or fsdp=2,expert=2; repeatable (default: one GPU)",
+    )
+    add(
+        "--microbatches",
+        nargs="+",
+        type=int,
+        default=[ways.MICROBATCHES],
+        metavar="N",
+        help="microbatches of a step (default: 4)",
+    )
+    add(
+        "--load",
+        nargs="+",
+        choices=ways.LOADS,
+        default=[ways.SYNTHETIC],
+        help="tokens: MaxText's synthetic ones, these with balanced experts, or text (default: synthetic)",
+    )
+    add(
         "--layers",
         type=int,
-        help="layers of the model (default: as many as fit an H100, or an H200)",
+        help="layers of the model (default: as many as fit an H100, or an H200; more on a mesh)",
     )
     add("--steps", type=int, default=15)
     add(
@@ -299,8 +365,13 @@ def main() -> int:
     add(
         "--jobs",
         type=int,
-        default=min(8, (os.cpu_count() or 2) // 2),
-        help="compilations at one time",
+        default=max(1, min(16, (os.cpu_count() or 2) // 2)),
+        help="compilations at one time (default: one for two cores, and at most 16)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        help="start no variant after this time, and stop compilations then",
     )
     add(
         "--cache",
@@ -318,42 +389,65 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     head = report.header(["python", "-m", "benchmarks.trainer", *sys.argv[1:]], args.sha, {})
     head["flop"] = FORMULA
-    rows: list[Row] = []
+    clock = Clock(args.seconds)
     Path(args.logs).mkdir(parents=True, exist_ok=True)
-    asked = variants(
-        args,
-        Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs)),
-        "H200" in head["device"],
-    )
+    folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs))
+    variants = list_variants(args, folder, "H200" in head["device"])
+    rows: list[Row] = []
 
-    def measure(variant: Variant, process: subprocess.Popen) -> None:
-        variant.finish(process, 300)
+    def write(variant: Variant) -> None:
         rows.append(variant.row())
         compare_losses(rows)
         report.save(args.out, head, rows)
-        say(f"{variant.name}: {rows[-1].us / 1e3:.1f} ms a step" if rows[-1].us else f"{variant.name}: {rows[-1].note}")
+        text = rows[-1].note
+        if rows[-1].us:
+            text = f"{rows[-1].us / 1e3:.1f} ms a step"
+        say(f"{variant.name}: {text}")
 
-    # The first one compiles alone: XLA then times the products that all variants share on an idle GPU.
-    measure(asked[0], asked[0].start(compile_only=False))
-    say(f"compiling the other {len(asked) - 1} variants, {args.jobs} at a time")
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(Variant.compile, asked[1:]))
-    ready = [one for one in asked[1:] if not one.why]
-    for failed in (one for one in asked[1:] if one.why):
-        rows.append(failed.row())
-        say(f"{failed.name}: {failed.why}")
-    started = [one.start(compile_only=False) for one in ready[:1]]
-    for one, following in itertools.zip_longest(ready, ready[1:]):
-        process = started.pop()
-        if following is not None:  # it imports beside the steps of `one`
-            started.append(following.start(compile_only=False))
-        measure(one, process)
+    # One layer compiles alone: XLA then times the products that all variants share on an idle GPU.
+    for variant in variants[:1]:
+        warm(variant).compile(clock)
+    for _, wave in itertools.groupby(variants, key=lambda one: one.way.rank):
+        measure(list(wave), clock, args.jobs, write)
     report.save(args.out, head, rows)
     report.show(head, rows)
+    if find_spec("matplotlib") is None:
+        say("matplotlib is not installed: there is no picture")
+        return 0
     from benchmarks.trainer.plot import plot  # here, so that a row needs no matplotlib
 
     plot(args.out, Path(args.out).with_suffix(".png"))
     return 0
+
+
+def measure(variants: list[Variant], clock: Clock, jobs: int, write: Callable[[Variant], None]) -> None:
+    """Compiles the variants side by side, and runs one after another; `write` takes each that has ended."""
+    say(f"compiling {len(variants)} variants, {jobs} at a time")
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda variant: variant.compile(clock), variants))
+    for failed in (one for one in variants if one.why):
+        write(failed)
+    ready = [one for one in variants if not one.why]
+    processes = [one.start(compile_only=False) for one in ready[:1]]
+    for one, following in itertools.zip_longest(ready, ready[1:]):
+        process = processes.pop()
+        if following is not None:  # it imports beside the steps of `one`
+            processes.append(following.start(compile_only=False))
+        if clock.is_over():
+            process.kill()
+            process.wait()
+            one.why = clock.reason
+        else:
+            one.finish(process, RUN)
+        write(one)
+
+
+def as_mesh(text: str) -> Mesh:
+    """Returns the mesh of an argument; argparse prints the reason where it cannot."""
+    try:
+        return ways.read_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def say(text: str) -> None:

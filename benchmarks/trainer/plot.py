@@ -10,6 +10,9 @@ from lm.plots import BLUE, GREEN, ORANGE, PURPLE, make_figure, style
 
 WAYS = {  # the lines of the picture, and how each is drawn
     "maxtext-tokamax none": dict(color=ORANGE, linewidth=4, alpha=0.5),
+    "maxtext-tokamax-all_to_all none": dict(color=ORANGE, linewidth=4, alpha=0.5),
+    "maxtext-tokamax-ring none": dict(color=ORANGE, linewidth=1.6, linestyle=":"),
+    "moax none+kept": dict(color=BLUE, linewidth=1.6, linestyle=":"),
     "maxtext-capacity1.25 none": dict(color=ORANGE, linewidth=1.6, linestyle="-."),
     "moax none": dict(color=BLUE, linewidth=1.6),
     "moax fp8_block": dict(color=GREEN, linewidth=1.6, linestyle="--"),

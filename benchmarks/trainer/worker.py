@@ -1,9 +1,10 @@
 """MaxText's training command in a process of its own, with its MoE layer or with moax's: `worker JOB`, a JSON object.
 
 `argv` are the arguments of MaxText's command. `moax` are the options of moax's block, null for MaxText's layer, and
-`kept` tells that the weights are quantized once a step. `hlo` is a file for the optimized program of the step, or null.
-The process imports, then waits for a line on stdin: the imports of one variant so run beside the steps of another. With
-`compile` it compiles the step for shapes alone, which leaves it in the compilation cache, and ends.
+`kept` tells that the weights are quantized once a step. `load` is one of `ways.LOADS`. `hlo` is a file for the
+optimized program of the step, or null. The process imports, then waits for a line on stdin: the imports of one variant
+so run beside the steps of another. With `compile` it compiles the step for shapes alone, which leaves it in the
+compilation cache, and ends.
 Otherwise it trains, and writes `result`, a JSON file.
 """
 
@@ -14,8 +15,12 @@ import sys
 from pathlib import Path
 
 import jax
+from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.layers.moe import RoutedMoE
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils
+
+from benchmarks.trainer import loads, ways
 
 
 def main() -> None:
@@ -26,6 +31,10 @@ def main() -> None:
         import maxtext_kept_adapter
 
         (maxtext_kept_adapter if job["kept"] else maxtext_adapter).install(**job["moax"])
+    if job["load"] == ways.BALANCED:
+        loads.route_balanced(RoutedMoE, ours=job["moax"] is not None)
+    if job["load"] == ways.TEXT:
+        loads.feed_text(input_pipeline_interface)
 
     def note_memory(stats, prefix=""):
         if job["hlo"] and programs:
