@@ -22,10 +22,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     results = {}
     if job["moax"] is not None:
-        import maxtext_adapter
-        import maxtext_kept_adapter
+        from moax.adapters import maxtext
 
-        (maxtext_kept_adapter if job["kept"] else maxtext_adapter).install(**job["moax"])
+        maxtext.install(kept=job["kept"], **job["moax"])
 
     def note_memory(stats, prefix=""):
         if job["hlo"] and programs:
