@@ -196,6 +196,8 @@ def test_install_replaces_what_it_replaced_before(framework):
     for _ in range(2):
         maxtext.install(kept=True)
         assert framework.train.gradient_accumulation_loss_and_grad.__wrapped__ is own
+    with pytest.raises(ValueError, match="scan_layers=False"):
+        framework.train.gradient_accumulation_loss_and_grad(None, config(scan_layers=True), None)
     maxtext.install()
     assert framework.train.gradient_accumulation_loss_and_grad is own
     assert framework.layer.__call__ is not theirs

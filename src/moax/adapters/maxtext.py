@@ -345,6 +345,7 @@ def quantize_before(accumulate: Callable[..., Any], options: Options) -> Callabl
 
     @functools.wraps(accumulate)
     def accumulate_quantized(loss, config, model, *rest):
+        check_kept(config)
         layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
         for layer in layers:
             layer.quantized_weights = nnx.Cache(quantize_layer(layer, options))

@@ -106,10 +106,11 @@ def checkpoints(folder: Path, what: str, settings: tuple[str, ...]) -> None:
 
 
 def microbatches(folder: Path, what: str, settings: tuple[str, ...]) -> None:
-    """Prints a row: two microbatches a step, by moax beside MaxText."""
+    """Prints rows of two microbatches a step, by moax beside MaxText."""
     want = train(STOCK, folder, "sums", 3, *settings, *MICROBATCHES)
-    got = train([*MOAX, "none"], folder, "moax-sums", 3, *settings, *MICROBATCHES)
-    report(f"{what}: two microbatches", None, 2e-5, got, want)
+    for arm in ("none", "none+kept"):
+        sums = train([*MOAX, arm], folder, arm, 3, *settings, *MICROBATCHES)
+        report(f"{what}: two microbatches, {arm}", None, 2e-5, sums, want)
 
 
 def recipes(folder: Path) -> None:
