@@ -125,7 +125,6 @@ def recipes(folder: Path) -> None:
 
 def main() -> None:
     """Prints all rows. Each model trains in a folder of its own, which is removed at the end."""
-    bias = "DeepSeek-V3, norm_topk_prob, bias"
     with tempfile.TemporaryDirectory(prefix="maxtext-") as name:
         mixtral = Path(name) / "mixtral"
         mixtral.mkdir()
@@ -133,8 +132,8 @@ def main() -> None:
         recipes(mixtral)
         deepseek = Path(name) / "deepseek"
         deepseek.mkdir()
-        checkpoints(deepseek, bias, DEEPSEEK)
-        microbatches(deepseek, bias, DEEPSEEK)
+        checkpoints(deepseek, "DeepSeek-V3", DEEPSEEK)
+        microbatches(deepseek, "DeepSeek-V3", DEEPSEEK)
 
 
 if __name__ == "__main__":
