@@ -113,7 +113,7 @@ $(HF_VENV)/.installed: requirements/hf.txt
 	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/hf.txt
 	@touch $@
 
-framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapter.py with MaxText, tunix and Levanter (20 minutes; FRAMEWORKS=tunix for one)
+framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare moax.adapters with MaxText, tunix and Levanter (20 minutes; FRAMEWORKS=tunix for one)
 	python3 scripts/framework_parity.py $(FRAMEWORKS)
 
 # MaxText and tunix name no JAX for a CPU, and packages that their models never import: they are installed alone.

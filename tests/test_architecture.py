@@ -39,7 +39,7 @@ RANKS = {
     **dict.fromkeys(["reference", "exchange"], 5),
     **dict.fromkeys(["ops", "lora"], 6),
     **dict.fromkeys(["block", "layers"], 7),
-    **dict.fromkeys(["nnx", "linen", "hf", "inspect", "estimate"], 8),
+    **dict.fromkeys(["nnx", "linen", "hf", "inspect", "estimate", "adapters"], 8),
     "moax": 9,
     **dict.fromkeys(["__main__"], 10),
 }
@@ -79,6 +79,8 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsete
 # The modules of moax that lm/ imports, as a trainer of a user's own would: a command line may share ours.
 PUBLIC = {"moax", "moax.inspect", "moax.ops", "moax.params", "moax.recipe"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "jaxtyping", "moax"}
+# What a function of moax.adapters may import, beside the core.
+FRAMEWORKS = {"absl", "flax", "haliax", "levanter", "maxtext", "tunix"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
 
 
@@ -383,8 +385,20 @@ def test_only_kernels_know_the_implementations():
 def test_dependencies():
     """Breaks if the library needs more than a plain `pip install moax` brings, but for the layers of flax."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
-    found = ((p, node, name) for p in but("layers.py") for node, name, _ in imports(p))
+    found = ((p, node, name) for p in but("layers.py", "adapters/") for node, name, _ in imports(p))
     none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
+
+
+def test_adapters_stay_apart():
+    """Breaks if a file of moax needs an adapter, or an adapter imports a framework when it is imported itself."""
+    found = ((path, node, name) for path in but("adapters/") for node, name in imported_modules(path))
+    none_of((f for f in found if part(f[2]) == "adapters"), "only users import moax.adapters")
+    inside = sorted((SRC / "adapters").glob("*.py"))
+    known = sys.stdlib_module_names | CORE_DEPENDENCIES
+    named = [(path, node, name) for path in inside for node, name, _ in imports(path)]
+    outer = [entry for entry in named if entry[2].split(".")[0] not in known]
+    assert {name.split(".")[0] for _, _, name in outer} == FRAMEWORKS
+    none_of((entry for entry in outer if entry[1].col_offset == 0), "import a framework in a function")
 
 
 def test_no_check_is_an_assert():

@@ -114,14 +114,7 @@ class Variant:
             job["hlo"] = str(self.folder / HLO)
         else:
             job["hlo"] = None
-        path = os.pathsep.join(
-            filter(
-                None,
-                (str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")),
-            )
-        )
         env = environment(
-            PYTHONPATH=path,
             DECOUPLE_GCLOUD="TRUE",
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         )

@@ -27,10 +27,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     results = {}
     if job["moax"] is not None:
-        import maxtext_adapter
-        import maxtext_kept_adapter
+        from moax.adapters import maxtext
 
-        (maxtext_kept_adapter if job["kept"] else maxtext_adapter).install(**job["moax"])
+        maxtext.install(kept=job["kept"], **job["moax"])
     if job["load"] == ways.BALANCED:
         loads.route_balanced(RoutedMoE, ours=job["moax"] is not None)
     if job["load"] == ways.TEXT:

@@ -3,7 +3,6 @@
 Covers: one example here, all of them in `make test-more`; the form of each.
 """
 
-import ast
 import os
 import re
 import subprocess
@@ -17,9 +16,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 ROOT = Path(__file__).parents[2]
-ALL = sorted((ROOT / "examples").glob("*.py"))
-EXAMPLES = [path for path in ALL if not path.stem.endswith("_adapter")]
-ADAPTERS = [path for path in ALL if path.stem.endswith("_adapter")]  # for `make framework-parity`
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What the last line must say, in numbers that can be wrong: a name, and the values that it may have.
 SHOWS = {
     "compose_ops": [r"by [0-9]e(\+00|-0[6-9]), and the gradients of 4 arrays by at most [0-9]e-0[6-9]$"],
@@ -62,14 +59,3 @@ def test_example_is_short_and_says_what_it_shows(path):
     text = path.read_text()
     assert len(text.splitlines()) < 80, "an example is read in one go"
     assert text.startswith('"""') and f"python examples/{path.name}" in text
-
-
-@pytest.mark.parametrize("path", ADAPTERS, ids=[path.stem for path in ADAPTERS])
-def test_adapter_is_short(path):
-    """Breaks if putting moax into a framework takes more than some 30 lines of code beside imports."""
-    tree = ast.parse(path.read_text())
-    said = [n.body[0] for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef) and ast.get_docstring(n)]
-    left_out = said + [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    skipped = {i for n in left_out for i in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
-    lines = [line.strip() for i, line in enumerate(path.read_text().splitlines(), 1) if i not in skipped]
-    assert len([line for line in lines if line and not line.startswith("#")]) <= 32

@@ -1,4 +1,4 @@
-"""Levanter's Qwen3-MoE and Mixtral beside the same models with examples/levanter_adapter.py."""
+"""Levanter's Qwen3-MoE and Mixtral beside the same models with moax.adapters.levanter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import equinox as eqx  # noqa: E402
 import haliax as hax  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import levanter_adapter  # noqa: E402
 from levanter.layers.attention import AttentionMask  # noqa: E402
 from levanter.models.mixtral import MixtralConfig, MixtralSparseMoeBlock  # noqa: E402
 from levanter.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock  # noqa: E402
 from levanter.utils.mesh import MeshConfig  # noqa: E402
+
+from moax.adapters import levanter as adapter  # noqa: E402
 
 NAME = "Levanter"
 THEIRS = {layer: layer.__call__ for layer in (Qwen3MoeSparseMoeBlock, MixtralSparseMoeBlock)}
@@ -114,7 +115,7 @@ def main() -> None:
         for layer, call in THEIRS.items():
             layer.__call__ = call
         want = results(config, MESHES[mesh])
-        levanter_adapter.install(recipe=recipe)
+        adapter.install(recipe=recipe)
         compare(NAME, what, mesh, recipe, results(config, MESHES[mesh]), want)
 
 

@@ -1,4 +1,4 @@
-"""MaxText's models beside the same models with examples/maxtext_adapter.py, on each of its meshes."""
+"""MaxText's models beside the same models with moax.adapters.maxtext, on each of its meshes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ emulate()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import maxtext  # noqa: E402
-import maxtext_adapter  # noqa: E402
 from flax import nnx  # noqa: E402
 from flax.core.spmd import logical_axis_rules  # noqa: E402
 from maxtext.configs import pyconfig  # noqa: E402
 from maxtext.layers.moe import RoutedMoE  # noqa: E402
 from maxtext.utils import maxtext_utils, maxtext_utils_nnx, model_creation_utils  # noqa: E402
+
+from moax.adapters import maxtext as adapter  # noqa: E402
 
 NAME = "MaxText 0.2.5"
 THEIRS = RoutedMoE.__call__
@@ -104,7 +105,7 @@ def models() -> None:
     """Prints a row for each of MODELS."""
     for what, settings, options in MODELS:
         want, mesh = model_results(settings, THEIRS)
-        maxtext_adapter.install(**options)
+        adapter.install(**options)
         got, _ = model_results(settings, RoutedMoE.__call__)
         compare(NAME, what, shape_of(mesh), options.get("recipe"), got, want)
 

@@ -9,7 +9,6 @@ from rows import names_of, names_row, perturb, row, shape_of, worst
 
 import jax  # isort: skip
 import jax.numpy as jnp
-import maxtext_adapter
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.configs import types
@@ -19,8 +18,9 @@ from maxtext.utils import maxtext_utils
 
 import moax
 from moax import inspect
+from moax.adapters import maxtext as adapter
 
-BY_EXPERTS = dataclasses.replace(maxtext_adapter.AXES, fsdp_dim="experts")
+BY_EXPERTS = dataclasses.replace(adapter.AXES, fsdp_dim="experts")
 ONE = "ici_fsdp_parallelism=8"
 SIGMOID_LOSS = """model_name=deepseek3-tiny first_num_dense_layers=1 routed_bias=False load_balance_loss_weight=0.01
 moe_use_megatron_seq_aux_loss=True"""
@@ -35,6 +35,14 @@ LAYERS = [  # the setting of the row, MaxText's settings, options of moax, seque
     ),
     ("routed_score_func=sigmoid, groups, scale", f"{DEEPSEEK} {ONE}", {}, 8),
     ("routed_bias_update_rate", f"{DEEPSEEK} routed_bias_update_rate=0.001 {ONE}", {}, 8),
+    (
+        "routed_bias_update_rate, counts of a microbatch",
+        f"{DEEPSEEK} routed_bias_update_rate=0.001 gradient_accumulation_steps=2 {ONE}",
+        {},
+        8,
+    ),
+    ("prefuse_moe_weights", f"model_name=mixtral-8x7b prefuse_moe_weights=True {ONE}", {}, 8),
+    ("mlp_activations_limit, DeepSeek", f"{DEEPSEEK} mlp_activations_limit=0.5 {ONE}", {}, 8),
     ("routed_bias, mlp_bias, GPT-OSS", f"model_name=gpt-oss-20b {ONE}", {}, 8),
     (
         "load_balance_loss_weight, one sequence",
@@ -96,7 +104,7 @@ def settings() -> None:
     """Prints a row for each of LAYERS."""
     for what, settings, options, sequences in LAYERS:
         want, want_grads, mesh = layer_results(settings, sequences, THEIRS)
-        maxtext_adapter.install(**options)
+        adapter.install(**options)
         got, got_grads, _ = layer_results(settings, sequences, RoutedMoE.__call__)
         row(
             NAME,
@@ -140,14 +148,14 @@ def shared_experts() -> None:
             shared_wi=pair(kernels, 1),
             shared_wo=kernels["wo"],
         )
-        got = moax.moe(x, weights, ours, axes=maxtext_adapter.AXES)[0]
+        got = moax.moe(x, weights, ours, axes=adapter.AXES)[0]
     row(NAME, f"shared_experts=2, {width} wide", shape_of(mesh), None, layer=worst(got, want))
 
 
 def wire() -> None:
     """Prints how many bytes of floats cross for weights with fp8_block in MaxText's layout: there must be none."""
     settings = "model_name=mixtral-8x7b ici_fsdp_parallelism=2 ici_expert_parallelism=2 ici_tensor_parallelism=2"
-    maxtext_adapter.install(recipe="fp8_block")
+    adapter.install(recipe="fp8_block")
     run, params, x, config, mesh = make(settings, 8)
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         wi = ("expert", "fsdp", "tensor")
@@ -163,7 +171,7 @@ def wire() -> None:
         x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(("fsdp", "expert"))))
         step = jax.jit(jax.grad(lambda params, x: run(params, x)[0].sum()))
         traffic = inspect.collectives(step, params, x, mesh=mesh)
-    gathers = inspect.weight_gathers(traffic, maxtext_adapter.AXES.fsdp)
+    gathers = inspect.weight_gathers(traffic, adapter.AXES.fsdp)
     wide = sum(c.bytes for c in gathers if c.dtype != "uint8" and c.size >= 64 * 64)
     assert any(c.dtype == "uint8" for c in gathers), "no weight crosses fsdp as bytes"
     row(

@@ -1,4 +1,4 @@
-"""tunix's Qwen3-MoE beside the same model with examples/tunix_adapter.py."""
+"""tunix's Qwen3-MoE beside the same model with moax.adapters.tunix."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ emulate()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import tunix_adapter  # noqa: E402
 from flax import nnx  # noqa: E402
 from tunix.models.qwen3 import model  # noqa: E402
+
+from moax.adapters import tunix as adapter  # noqa: E402
 
 NAME = "tunix 0.1.7"
 THEIRS = model.MoELayer.__call__
@@ -70,7 +71,7 @@ def main() -> None:
     ]:
         model.MoELayer.__call__ = THEIRS
         want = results(config, MESHES[mesh])
-        tunix_adapter.install(recipe=recipe)
+        adapter.install(recipe=recipe)
         what = "Qwen3-MoE" if recipe is None else "Qwen3-MoE, one layer"
         compare(NAME, what, mesh, recipe, results(config, MESHES[mesh]), want)
 

@@ -1,0 +1,366 @@
+"""Puts moax's block in the place of MaxText's routed MoE layer; parameters, rules and checkpoints stay MaxText's.
+
+    python -m moax.adapters.maxtext fp8_block base.yml model_name=qwen3-30b-a3b run_name=first
+
+is MaxText's training command with moax's block. The first word is the name of a recipe, or `none`; MaxText reads the
+other words. `fp8_block+kept` also quantizes the weights once a step, for all microbatches of
+`gradient_accumulation_steps`, and `none+kept` casts them once. A program of your own calls `install` before it trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moax.activations import Activation
+from moax.adapters.versions import check_version
+from moax.block.moe import moe, quantize_params
+from moax.checks import Unsupported
+from moax.config import MoEConfig, OptionKeywords, Options, RouterConfig, replace_options
+from moax.mesh.axes import Axes
+from moax.ops.balance import update_router_bias
+from moax.params import MoEParams
+from moax.recipe import RECIPES
+from moax.types import QuantizedParams
+
+AXES = Axes(
+    dp="data",
+    fsdp=("fsdp", "fsdp_transpose", "context"),
+    ep="expert",
+    tp="tensor",
+    other="stage",
+    fsdp_dim="model",
+)
+KEPT = "+kept"
+USAGE = f"""usage: python -m moax.adapters.maxtext RECIPE base.yml [setting=value ...]
+
+RECIPE is none, {", ".join(RECIPES)}, or one of them with {KEPT}, which quantizes the weights once a step.
+MaxText's command reads the other words: see `python -m maxtext.trainers.pre_train.train`."""
+# MaxText routes by groups, and by a bias that steers the choice alone, where the name of the model begins so.
+GROUPED_MODELS = ("deepseek3", "deepseek4", "kimi-k2")
+# The decoder blocks whose routers moax does not have.
+OTHER_ROUTERS = ("llama4", "gemma4", "deepseek4")
+
+
+class Arm(NamedTuple):
+    """The first word of the command: the recipe, and whether the weights are quantized once a step."""
+
+    recipe: str | None
+    kept: bool
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs MaxText's training command with moax's block.
+
+    Args:
+      argv: the recipe, as `fp8_block`, `none` or `fp8_block+kept`, then the words of MaxText's command. None means
+        `sys.argv` without the program.
+
+    Raises:
+      SystemExit: the recipe has no such name, or MaxText is missing, or is of a version that moax is not tested with.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        sys.exit(USAGE)
+    try:
+        arm = read_arm(words[0])
+        check_version("maxtext")
+    except (ValueError, ModuleNotFoundError, Unsupported) as error:
+        sys.exit(f"moax: {error}")
+    install(recipe=arm.recipe, kept=arm.kept)
+
+    from absl import app
+    from maxtext.trainers.pre_train import train
+
+    app.run(train.main, [sys.argv[0], *words[1:]])
+
+
+def read_arm(word: str) -> Arm:
+    """Returns what the first word of the command says.
+
+    Args:
+      word: the name of a recipe or `none`, which may end in `+kept`.
+
+    Raises:
+      ValueError: no recipe has the name.
+    """
+    name = word.removesuffix(KEPT)
+    if name != "none" and name not in RECIPES:
+        names = ", ".join(["none", *RECIPES])
+        raise ValueError(f"the recipe {word!r} must be one of {names}, or one of them with {KEPT}")
+    recipe = None
+    if name != "none":
+        recipe = name
+    return Arm(recipe, kept=word.endswith(KEPT))
+
+
+def install(*, kept: bool = False, **options: Unpack[OptionKeywords]) -> None:
+    """Replaces the call of MaxText's layer `RoutedMoE` in this process, until the next call of `install`.
+
+    Args:
+      kept: whether the weights are quantized once a step, for all microbatches of it, or cast to MaxText's `dtype`
+        where `recipe` is None. MaxText must then have `scan_layers=False`, and `gradient_accumulation_steps` above 1.
+      **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes.
+
+    Raises:
+      ModuleNotFoundError: MaxText is not installed.
+      Unsupported: moax is not tested with the installed version of MaxText.
+      TypeError: `moax.Options` has no such field.
+      ValueError: an option has a value that it cannot have.
+    """
+    check_version("maxtext")
+    layer_options = replace_options("install", Options(axes=AXES), options)
+
+    from maxtext.layers.moe import RoutedMoE
+    from maxtext.trainers.pre_train import train
+
+    def call(layer, x, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
+        if kept:
+            check_kept(layer.config)
+        return run_layer(layer, x, gate_inputs, forced_routed_experts, layer_options)
+
+    RoutedMoE.__call__ = call
+    # An earlier call of `install` may have wrapped MaxText's function.
+    accumulate = inspect.unwrap(train.gradient_accumulation_loss_and_grad)
+    if kept:
+        accumulate = quantize_before(accumulate, layer_options)
+    train.gradient_accumulation_loss_and_grad = accumulate
+
+
+def run_layer(
+    layer: Any,
+    x: Float[Array, "B S H"],
+    gate_inputs: Float[Array, "B S H"] | None,
+    forced_routed_experts: Int[Array, "B S K"] | None,
+    options: Options,
+) -> tuple[Float[Array, "B S H"], Float[Array, ""], Array | None]:
+    """Runs a layer of MaxText by `moax.moe`, and returns what MaxText's own call returns.
+
+    Args:
+      layer: a `RoutedMoE`.
+      x: [B, S, H].
+      gate_inputs: [B, S, H], what the router reads in place of x; None means x.
+      forced_routed_experts: [B, S, K] experts in place of the router's choice; an id that is no expert is no choice.
+      options: the options of `moax.moe`.
+
+    Returns:
+      y: [B, S, H] in MaxText's `dtype`.
+      loss: the balance loss.
+      update: [E], the update of the routed bias, or the counts that MaxText sums over microbatches; None without one.
+
+    Raises:
+      Unsupported: MaxText's settings ask for what moax does not have.
+    """
+    config = config_of(layer)
+    routing = None
+    if forced_routed_experts is not None:
+        routing = forced_routing(layer, forced_routed_experts)
+    quantized = None
+    if hasattr(layer, "quantized_weights"):
+        quantized = layer.quantized_weights.get_value()
+    y, stats = moe(
+        x.astype(layer.config.dtype),
+        params_of(layer),
+        config,
+        options,
+        router_input=gate_inputs,
+        routing=routing,
+        quantized=quantized,
+    )
+    update = None
+    if layer.should_update_load_balance():
+        update = bias_update(layer.config, stats.tokens_per_expert)
+    return y, stats.aux_loss, update
+
+
+def config_of(layer: Any) -> MoEConfig:
+    """Returns the config of moax's block that computes what a layer of MaxText computes.
+
+    Args:
+      layer: a `RoutedMoE`.
+
+    Raises:
+      Unsupported: MaxText's settings ask for what moax does not have. The message names them.
+    """
+    config = layer.config
+    check_layer(layer)
+    return MoEConfig(
+        d_model=layer.moe_expert_input_dim,
+        d_ff=layer.intermediate_dim,
+        num_experts=layer.num_experts,
+        top_k=layer.num_experts_per_tok,
+        activation=activation_of(config),
+        activation_limit=activation_limit_of(config),
+        use_bias=config.mlp_bias,
+        router=router_of(config),
+    )
+
+
+def params_of(layer: Any) -> MoEParams:
+    """Returns the parameters of a layer of MaxText as those of moax's block, each in its own dtype and sharding.
+
+    Args:
+      layer: a `RoutedMoE`.
+    """
+    biases = {}
+    if layer.config.mlp_bias:
+        biases["bi"] = jnp.stack([layer.wi_0_bias[...], layer.wi_1_bias[...]], axis=1)
+        biases["bo"] = layer.wo_bias[...]
+    if layer.gate.bias is not None:
+        if layer.config.decoder_block.value == "deepseek":
+            biases["router_bias"] = layer.gate.bias[...]
+        else:
+            biases["logits_bias"] = layer.gate.bias[...]
+    return MoEParams(layer.gate.kernel[...], gate_and_up(layer), layer.wo[...], **biases)
+
+
+def gate_and_up(layer: Any) -> Float[Array, "E H 2 F"]:
+    """Returns wi [E, H, 2, F]: MaxText's two weights, stacked, or its one weight of `prefuse_moe_weights`, as it is.
+
+    Args:
+      layer: a `RoutedMoE`.
+    """
+    if layer.config.prefuse_moe_weights:
+        wi = layer.wi[...]  # [E, H, 2F]
+        experts, width, columns = wi.shape
+        return wi.reshape(experts, width, 2, columns // 2)
+    return jnp.stack([layer.wi_0[...], layer.wi_1[...]], axis=2)
+
+
+def check_layer(layer: Any) -> None:
+    """Raises Unsupported where a setting of MaxText asks for another layer than moax's block."""
+    config = layer.config
+    for setting in ("te_moe_block", "use_random_routing"):
+        if getattr(config, setting):
+            raise Unsupported(f"{setting}=True asks MaxText for another layer, and moax's block takes its place")
+    if layer.is_hash_routing:
+        raise Unsupported("hash routing: moax's router chooses by scores")
+    if layer.wi_0_sparsity_module is not None:
+        raise Unsupported("a sparsity rule for expert weights: moax's matmuls are dense")
+    if layer.wo_scale is not None:
+        raise Unsupported(f"weight_dtype={config.weight_dtype}: moax quantizes float32 or bfloat16 weights itself")
+
+
+def check_kept(config: Any) -> None:
+    """Raises ValueError where MaxText's settings leave nothing to quantize once a step."""
+    if config.scan_layers:
+        raise ValueError(f"{KEPT} needs scan_layers=False: a scan over layers copies the quantized weights")
+    if config.gradient_accumulation_steps < 2:
+        steps = f"gradient_accumulation_steps={config.gradient_accumulation_steps}"
+        raise ValueError(f"{KEPT} needs several microbatches, and {steps}: run the recipe without {KEPT}")
+
+
+def activation_of(config: Any) -> Activation:
+    """Returns moax's name of the activation of MaxText's experts."""
+    if config.decoder_block.value == "gpt_oss":
+        return "swiglu_oai"
+    names = {"silu": "swiglu", "gelu": "geglu"}
+    if config.mlp_activations[0] not in names:
+        raise Unsupported(f"mlp_activations={config.mlp_activations}: the adapter has {', '.join(names)}")
+    return names[config.mlp_activations[0]]
+
+
+def activation_limit_of(config: Any) -> float | None:
+    """Returns the limit of the activation, None where MaxText's block sets none."""
+    if config.decoder_block.value == "gpt_oss":
+        return config.mlp_activations_limit
+    if config.decoder_block.value == "deepseek" and config.mlp_activations_limit > 0:
+        return config.mlp_activations_limit
+    return None
+
+
+def router_of(config: Any) -> RouterConfig:
+    """Returns the router of MaxText's decoder block, from MaxText's config."""
+    block = config.decoder_block.value
+    score = config.routed_score_func
+    if block == "deepseek":
+        return deepseek_router(config)
+    if score or block in OTHER_ROUTERS:
+        settings = f"decoder_block={block!r}, routed_score_func={score!r}"
+        raise Unsupported(f"{settings}: moax has no such router")
+    # MaxText takes the softmax over the K chosen logits. It sums to 1, so norm_topk_prob changes nothing.
+    return RouterConfig(
+        order="topk_then_score",
+        logits_bias=config.routed_bias,
+        aux_loss=config.load_balance_loss_weight,
+    )
+
+
+def deepseek_router(config: Any) -> RouterConfig:
+    """Returns the router of DeepSeek's block, where norm_topk_prob changes nothing: `sigmoid` divides by the sum."""
+    score = config.routed_score_func
+    if score not in ("softmax", "sigmoid"):
+        raise Unsupported(f"routed_score_func={score!r} in DeepSeek's block: moax has no such router")
+    grouped = config.model_name.startswith(GROUPED_MODELS)
+    if config.routed_bias and not grouped:
+        names = f"model_name={config.model_name!r}, and no name that begins with {' or '.join(GROUPED_MODELS)}"
+        raise Unsupported(f"routed_bias=True with {names}: MaxText then adds the bias to the weights")
+    num_groups = 1
+    top_groups = 1
+    if grouped and config.n_routing_groups != -1:
+        num_groups = config.n_routing_groups
+        top_groups = config.topk_routing_group
+    return RouterConfig(
+        score=score,
+        normalize=score == "sigmoid",
+        scale=config.routed_scaling_factor,
+        bias=config.routed_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        aux_loss=config.load_balance_loss_weight,
+    )
+
+
+def forced_routing(layer: Any, experts: Int[Array, "B S K"]) -> Int[Array, "B S K"]:
+    """Returns MaxText's forced experts as a `routing` of `moax.moe`, in which the id E is no expert."""
+    if layer.config.decoder_block.value == "deepseek":
+        raise Unsupported("forced_routed_experts in DeepSeek's block: MaxText adds the bias to their weights")
+    chosen = (experts >= 0) & (experts < layer.num_experts)
+    return jnp.where(chosen, experts, layer.num_experts)
+
+
+def bias_update(config: Any, tokens_per_expert: Int[Array, " E"]) -> Array:
+    """Returns what MaxText adds to the routed bias, or for a microbatch the counts, which MaxText sums first."""
+    if config.gradient_accumulation_steps > 1:
+        return tokens_per_expert
+    bias = jnp.zeros_like(tokens_per_expert, jnp.float32)
+    return update_router_bias(bias, tokens_per_expert, config.routed_bias_update_rate)
+
+
+def quantize_before(accumulate: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Returns MaxText's accumulation of gradients, which first quantizes the weights of all layers.
+
+    Args:
+      accumulate: `gradient_accumulation_loss_and_grad` of MaxText.
+      options: the options of `moax.moe`.
+    """
+    from flax import nnx
+    from maxtext.layers.moe import RoutedMoE
+
+    @functools.wraps(accumulate)
+    def accumulate_quantized(loss, config, model, *rest):
+        check_kept(config)
+        layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
+        for layer in layers:
+            layer.quantized_weights = nnx.Cache(quantize_layer(layer, options))
+        result = accumulate(loss, config, model, *rest)
+        for layer in layers:
+            del layer.quantized_weights  # The state of a step has no quantized weights.
+        return result
+
+    return accumulate_quantized
+
+
+def quantize_layer(layer: Any, options: Options) -> QuantizedParams:
+    """Returns the quantized weights of a layer of MaxText, for all microbatches of a step."""
+    return quantize_params(params_of(layer), config_of(layer), options, dtype=layer.config.dtype)
+
+
+if __name__ == "__main__":
+    main()
