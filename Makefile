@@ -39,9 +39,13 @@ LOWERING := tests/kernels/test_kernels_lowering.py
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
-demo: $(INSTALLED) ## train a tiny MoE language model with FP8 weights on 8 emulated CPU devices (under 4 minutes)
+DEMO = $(BIN)/python -m lm train --preset tiny --mesh fsdp=2,ep=4 --dtype bfloat16 --out runs/demo --cpu-devices 8
+
+demo: $(INSTALLED) ## train a tiny MoE language model on 8 emulated CPU devices, in bf16 and in FP8, and compare both (under 4 minutes)
 	@rm -rf runs/demo
-	$(BIN)/python -m lm train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --name demo --cpu-devices 8
+	$(DEMO) --name bf16 --recipe none
+	$(DEMO) --name fp8 --recipe fp8_block
+	$(BIN)/python -m lm compare runs/demo/bf16 runs/demo/fp8
 
 docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
