@@ -12,13 +12,16 @@ NOTE = "\nPaths such as `docs/index.md` name files of the source distribution an
 
 
 def index_readme(text: str) -> str:
-    """Returns the text of README.md without relative links: `[nnx](docs/nnx.md)` becomes ``nnx (`docs/nnx.md`)``."""
+    """Returns the text of README.md without relative links: `[nnx](docs/nnx.md)` becomes ``nnx (`docs/nnx.md`)``.
+
+    A picture becomes its alternative text and its path, as a link does.
+    """
 
     def plain(match: re.Match) -> str:
         words, path = match.groups()
         return f"`{path}`" if words == path else f"{words} (`{path}`)"
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", plain, text) + NOTE
+    return re.sub(r"!?\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", plain, text) + NOTE
 
 
 class IndexReadme(MetadataHookInterface):
