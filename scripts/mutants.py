@@ -58,7 +58,7 @@ FAULTS = (
     Fault("the gradients of a later round replace those before it", "block/rounds.py",
           "dx_sum + dx.astype(dx_sum.dtype),", "dx.astype(dx_sum.dtype),", (ROUNDS,)),
     Fault("the gradients of weights of a later round replace those before it", "block/rounds.py",
-          "None, w, wo, dy, dw)", "None, w, wo, dy, Weights(None, None))", (ROUNDS,)),
+          "halfway, w, dy, dw)", "halfway, w, dy, Weights(None, None))", (ROUNDS,)),
     Fault("sorted rows of the first round that do not fit are lost", "block/rounds.py",
           "(scatter_idx < num_rows)", "(scatter_idx <= num_rows)", (ROUNDS,)),
     Fault("a later round computes again what the first one computed", "block/rounds.py",

@@ -71,17 +71,17 @@ class Sorting(NamedTuple):
 
 
 class Halfway(NamedTuple):
-    """What the first half of forward gives the second.
+    """What the first half of forward gives the second, and gives backward.
 
     Attributes:
       saved: the residuals.
       groups: the groups of the sorted rows.
-      a: [N, F], act(h) where one kernel computes h and a; None where the second half computes a.
+      a: [N, F], act(h) where one kernel computes h and a; None where the second half computes a. Backward reads none.
     """
 
     saved: Residuals
     groups: Groups
-    a: Operand | None
+    a: Operand | None = None
 
 
 class HalfwayGrad(NamedTuple):
@@ -117,14 +117,7 @@ class HiddenGrad(NamedTuple):
 
 
 def forward_up(
-    p: BlockPlan,
-    buffers: Round,
-    received: Received,
-    w: Weights[Array],
-    wi: Operand,
-    *,
-    keep: bool,
-    start=0,
+    p: BlockPlan, buffers: Round, received: Received, w: Weights[Operand], *, keep: bool, start=0
 ) -> Halfway:
     """Runs the first half of the chain, with wi gathered for fprop.
 
@@ -133,22 +126,17 @@ def forward_up(
     # The barriers keep XLA from running a kernel twice whose result a scan stores.
     planned = plan_rows(buffers.permute, received.experts, received.weights, start)
     plan, row_weights = lax.optimization_barrier(planned)
-    num_rows = plan.gather_idx.shape[0]
-    groups = implementation(p.kernels).find_groups(plan.group_sizes, buffers.permute.align, num_rows, p.expected)
-    rows, wgrad_rows = permute_quantize(p, received.rows, Sorting(plan, groups), "x", wgrad=keep)  # [N, H]
-    h, a = expert_up(p, rows, wgrad_rows, wi, w, groups)  # [N, G, F]
+    groups = find_groups(p, buffers, plan)
+    sorting = Sorting(plan, groups)
+    rows, wgrad_rows = permute_quantize(p, received.rows, sorting, "x", wgrad=keep)  # [N, H]
+    h, a = expert_up(p, rows, wgrad_rows, w, groups)  # [N, G, F]
     h = lax.optimization_barrier(h)
     saved = Residuals(wgrad_rows if keep else None, h, plan, row_weights, received.slots)
     return Halfway(saved, groups, a)
 
 
 def forward_down(
-    p: BlockPlan,
-    buffers: Round,
-    received: Received,
-    halfway: Halfway,
-    w: Weights[Array],
-    wo: Operand,
+    p: BlockPlan, buffers: Round, received: Received, halfway: Halfway, w: Weights[Operand]
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
     """Runs the second half of the chain, with wo gathered for fprop.
 
@@ -157,7 +145,7 @@ def forward_down(
     saved, groups, a = halfway
     if a is None:
         a = activate(p, saved, groups)  # [N, F]
-    o = expert_down(p, a, saved, wo, w, groups)  # [N, H]
+    o = expert_down(p, a, saved, w, groups)  # [N, H]
     weights = received.weights if p.config.weights_at == "output" else None
     partial = unpermute_forward(buffers.permute, o, saved.plan, weights)  # [R, H]
     y = combine_forward(buffers.exchange, partial, received.slots)  # [T, H]
@@ -166,32 +154,43 @@ def forward_down(
     return y, received.dropped + saved.plan.dropped
 
 
+def find_groups(p: BlockPlan, buffers: Round, plan: Plan) -> Groups:
+    """Returns the groups of the sorted rows of a round."""
+    num_rows = plan.gather_idx.shape[0]
+    return implementation(p.kernels).find_groups(plan.group_sizes, buffers.permute.align, num_rows, p.expected)
+
+
+def sort_again(p: BlockPlan, buffers: Round, halfway: Halfway, x: Float[Array, "T H"]) -> Halfway:
+    """Dispatches x again for the gradient of wi, where forward has saved no rows."""
+    saved, groups, _ = halfway
+    if saved.rows is not None:
+        return halfway
+    received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
+    sorting = Sorting(saved.plan, groups)
+    _, wgrad_rows = permute_quantize(p, received, sorting, "x", direct=False)  # [N, H]
+    return Halfway(saved._replace(rows=wgrad_rows), groups)
+
+
 def backward_down(
     p: BlockPlan,
     buffers: Round,
-    saved: Residuals,
-    groups: Groups,
-    x: Float[Array, "T H"] | None,
-    w: Weights[Array],
-    wo: Operand,
+    halfway: Halfway,
+    w: Weights[Operand],
     dy: Float[Array, "T H"],
     total: Weights[Array | None],
 ) -> tuple[HalfwayGrad, Weights[Array | None]]:
     """Runs the second half of the chain reversed, with wo gathered for dgrad.
 
     d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
-    <d_a, a>, which needs a and not o, so forward does not save o. Without saved rows, backward dispatches x again.
+    <d_a, a>, which needs a and not o, so forward does not save o.
 
     Returns what `backward_up` takes, and the gradients of the gathered weights, added to `total`.
     """
+    saved, groups, _ = halfway
     sorting = Sorting(saved.plan, groups)
-    wgrad_rows = saved.rows
-    if wgrad_rows is None and x is not None:
-        received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
-        _, wgrad_rows = permute_quantize(p, received, sorting, "x", direct=False)  # [N, H]
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
     d_o, d_o_wgrad = permute_quantize(p, d_partial, sorting, "dy", wgrad=not p.frozen)  # [N, H]
-    d_a = expert_down_grad(p, d_o, wo, groups)  # [N, F]
+    d_a = expert_down_grad(p, d_o, w.wo, groups)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
         d_o_plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
@@ -201,10 +200,11 @@ def backward_down(
         d_a = d_a + down.d_input.astype(d_a.dtype)
     hidden = activate_grad(p, saved, d_a, w, groups)  # [N, F], [N, G F]
     d_wo = weight_grad(p, "expert_down", hidden.a, d_o_wgrad, groups, total.wo)  # [N, F]^T [N, H]
-    d_wi = weight_grad(p, "expert_up", wgrad_rows, hidden.d_h_wgrad, groups, total.wi)  # [N, H]^T [N, G F]
+    # [N, H]^T [N, G F]
+    d_wi = weight_grad(p, "expert_up", saved.rows, hidden.d_h_wgrad, groups, total.wi)
     up = TermGrads()
     if w.has_up_terms:
-        up = small_terms.grad_up(p, wgrad_rows, hidden.d_h_plain, w, groups)
+        up = small_terms.grad_up(p, saved.rows, hidden.d_h_plain, w, groups)
     d_row_weights = hidden.d_row_weights
     if down.d_row_weights is not None:
         d_row_weights = d_row_weights + down.d_row_weights
@@ -222,9 +222,10 @@ def backward_down(
 
 
 def backward_up(
-    p: BlockPlan, buffers: Round, saved: Residuals, groups: Groups, grads: HalfwayGrad, wi: Operand
+    p: BlockPlan, buffers: Round, halfway: Halfway, grads: HalfwayGrad, wi: Operand
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
     """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
+    saved, groups, _ = halfway
     d_rows = expert_up_grad(p, grads.d_h, wi, groups)  # [N, H]
     if grads.d_rows is not None:
         d_rows = d_rows + grads.d_rows
@@ -268,7 +269,7 @@ def permute_quantize(
 
 
 def expert_up(
-    p: BlockPlan, rows: Operand, plain_rows: Operand, wi: Operand, w: Weights[Array], groups: Groups
+    p: BlockPlan, rows: Operand, plain_rows: Operand, w: Weights[Operand], groups: Groups
 ) -> tuple[Float[Array, "N G F"], Operand | None]:
     """Returns h = rows wi + bi [N, G, F], and a = act(h) where the matmul computes it too, else None.
 
@@ -279,9 +280,9 @@ def expert_up(
     a = None
     with jax.named_scope("expert_up"):
         if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
-            h, a = local.matmul_activate(rows, wi, groups, p.dtype, find_activation(p), gates, w.bi)
+            h, a = local.matmul_activate(rows, w.wi, groups, p.dtype, find_activation(p), gates, w.bi)
         else:
-            h = local.matmul(rows, wi, groups, p.dtype, w.bi)
+            h = local.matmul(rows, w.wi, groups, p.dtype, w.bi)
         if w.wi_a is not None:
             h = h + small_terms.low_rank(p, plain_rows, w.wi_a, w.wi_b, groups)
     return h.reshape(h.shape[0], gates, -1), a
@@ -298,7 +299,14 @@ def find_activation(p: BlockPlan) -> Callable:
     return activation_of(p.config.activation, p.config.activation_limit)
 
 
-def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = False, weigh: bool = False) -> Operand:
+def activate(
+    p: BlockPlan,
+    saved: Residuals,
+    groups: Groups,
+    *,
+    plain: bool = False,
+    weigh: bool = False,
+) -> Operand:
     """Returns the Operand [N, F] of act(h), `plain` if unquantized, times the weight of each row before the matmul.
 
     Weights at the output multiply act(h) only if the caller says `weigh`.
@@ -310,15 +318,16 @@ def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = Fa
     weights = None
     if weights_at == "hidden" or (weigh and weights_at == "output"):
         weights = saved.row_weights
+    act = find_activation(p)
     if plain:
-        return implementation(DEFAULT).activate(h, find_activation(p), FULL, groups, weights=weights, amax_over=())
+        return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights, amax_over=())
     amax_axes = p.axes.tokens + p.axes.tp
     local = implementation(p.kernels)
-    return local.activate(h, find_activation(p), p.recipe.wo, groups, weights=weights, amax_over=amax_axes)
+    return local.activate(h, act, p.recipe.wo, groups, weights=weights, amax_over=amax_axes)
 
 
 def activate_grad(
-    p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: Weights[Array], groups: Groups
+    p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: Weights[Operand], groups: Groups
 ) -> HiddenGrad:
     """Returns the gradient of a = act(h), with h scaled by the routing weights where they come at the input."""
     local = implementation(p.kernels)
@@ -339,23 +348,30 @@ def activate_grad(
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
     _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, direct=False)
-    d_h, d_h_wgrad = local.quantize_for_matmul(d_h_plain, p.recipe.wi, "dy", groups, amax_axes, wgrad=not p.frozen)
+    wgrad = not p.frozen
+    d_h, d_h_wgrad = local.quantize_for_matmul(d_h_plain, p.recipe.wi, "dy", groups, amax_axes, wgrad=wgrad)
     return HiddenGrad(a, d_h, d_h_wgrad, d_h_plain, d_row_weights)
 
 
 def expert_down(
-    p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weights[Array], groups: Groups
+    p: BlockPlan,
+    a: Operand,
+    saved: Residuals,
+    w: Weights[Operand],
+    groups: Groups,
 ) -> Float[Array, "N H"]:
     """Returns o = a wo + bo [N, H], a partial sum where tp splits F."""
     local = implementation(p.kernels)
-    weighs_bias = p.config.weights_at == "hidden"  # the row's weight multiplies a already, and has to multiply bo
+    # The row's weight multiplies a already, and has to multiply bo.
+    weighs_bias = p.config.weights_at == "hidden"
     bo = small_terms.find_down_bias(p, w)
     with jax.named_scope("expert_down"):
-        o = local.matmul(a, wo, groups, p.dtype, None if weighs_bias else bo)
+        o = local.matmul(a, w.wo, groups, p.dtype, None if weighs_bias else bo)
         if bo is not None and weighs_bias:
             o = o + scale_rows(bo.astype(p.dtype)[groups.index], saved.row_weights, groups)
         if w.wo_a is not None:
-            o = o + small_terms.low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
+            a_plain = activate(p, saved, groups, plain=True)
+            o = o + small_terms.low_rank(p, a_plain, w.wo_a, w.wo_b, groups)
     return o
 
 
@@ -365,7 +381,14 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) ->
         return implementation(p.kernels).matmul(d_o, wo, groups, p.dtype, transpose=True)
 
 
-def weight_grad(p: BlockPlan, scope: str, x: Operand, dy: Operand, groups: Groups, total: Array | None) -> Array | None:
+def weight_grad(
+    p: BlockPlan,
+    scope: str,
+    x: Operand,
+    dy: Operand,
+    groups: Groups,
+    total: Array | None,
+) -> Array | None:
     """Returns x^T dy for each expert, added to `total`; None where the weight is frozen."""
     if p.frozen:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,7 +20,15 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.chain import Residuals
 from moax.block.plan import BlockPlan
-from moax.block.rounds import Gathered, Inputs, Layouts, Quantized, run_backward, run_forward
+from moax.block.rounds import (
+    BackwardOperands,
+    Gathered,
+    Inputs,
+    Layouts,
+    Quantized,
+    run_backward,
+    run_forward,
+)
 from moax.block.small_terms import Weights
 from moax.checks import log_once
 from moax.kernels.device import needs_overlap_options
@@ -39,8 +48,8 @@ from moax.ops.weights import (
 from moax.params import DIMS
 
 OVERLAP_HINT = (
-    "weights cross fsdp: jax.jit(..., compiler_options=moax.OVERLAP_OPTIONS) lets them cross while a GPU computes; "
-    "see docs/how-to/overlap.md"
+    "weights cross fsdp: jax.jit(..., compiler_options=moax.OVERLAP_OPTIONS) lets them cross while a GPU "
+    "computes; see docs/how-to/overlap.md"
 )
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
@@ -59,12 +68,11 @@ def apply_experts(
     if view.axes.size(view.axes.fsdp) > 1 and needs_overlap_options():
         log_once(OVERLAP_HINT, logging.INFO)
     inputs, w = jax.tree.map(lambda v: vary_like(v, quantized), (inputs, w))
-    _, (x, experts, weights, w, _) = _forward_op.lay_out(view, p, *inputs, w, None)
-    return _experts(view, p, (x, experts, weights), w, quantized)
+    _, (inputs, w, _) = _forward_op.lay_out(view, p, inputs, w, None)
+    return _experts(view, p, inputs, w, quantized)
 
 
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
-    x, experts, weights = inputs
     quantized_wi, quantized_wo = quantized
     wi_gather = GatherSpec(p.wi, "fprop", quantized_wi is not None)
     wo_gather = GatherSpec(p.wo, "fprop", quantized_wo is not None)
@@ -72,24 +80,25 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
     wo = make_shard(view, wo_gather, w.wo, quantized_wo)
     # Collectives run in the order of their starts, and the first matmul reads wi: the gather of wo starts when the
     # routing is known.
-    wo, _ = lax.optimization_barrier((wo, experts))
+    wo, _ = lax.optimization_barrier((wo, inputs.experts))
     gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
     gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
-    y, dropped, rounds, saved = _forward_op(view, p, x, experts, weights, w, (gathered_wi, gathered_wo))
+    gathered = (gathered_wi, gathered_wo)
+    y, dropped, rounds, saved = _forward_op(view, p, inputs, w, gathered)
     # A policy of `jax.checkpoint` knows the residuals by these names.
     rows, h, *planned = saved
-    rows, h, planned = (checkpoint_name(v, name) for v, name in zip((rows, h, planned), CHECKPOINT_NAMES, strict=True))
-    needs_inputs = p.overflows or not p.save_rows
-    return (y, dropped, rounds), (
-        Residuals(rows, h, *planned),
-        inputs if needs_inputs else None,
-        w,
-        quantized,
-    )
+    named = zip((rows, h, planned), CHECKPOINT_NAMES, strict=True)
+    rows, h, planned = (checkpoint_name(v, name) for v, name in named)
+    saved = Residuals(rows, h, *planned)
+    saved_inputs = None
+    if p.overflows or not p.save_rows:
+        saved_inputs = inputs
+    return (y, dropped, rounds), (saved, saved_inputs, w, quantized)
 
 
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
-    saved, inputs, w, (quantized_wi, quantized_wo) = residuals
+    saved, inputs, w, quantized = residuals
+    quantized_wi, quantized_wo = quantized
     wi_gather = GatherSpec(p.wi, "dgrad", quantized_wi is not None, scales_first=True)
     wo_gather = GatherSpec(p.wo, "dgrad", quantized_wo is not None)
     wi = make_shard(view, wi_gather, w.wi, quantized_wi)
@@ -102,17 +111,15 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     wi, inputs, dy, _ = lax.optimization_barrier(behind_wo)
     gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
     gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
-    x, experts, weights = (None, None, None) if inputs is None else inputs
     gathered = (gathered_wi, gathered_wo)
-    quantized = (quantized_wi, quantized_wo)
-    dx, d_weights, *d_small, (d_wi, d_wo) = _backward_op(
-        view, p, x, experts, weights, w, gathered, saved, quantized, dy
-    )
+    operands = BackwardOperands(inputs, w, gathered, saved, quantized, dy)
+    dx, d_weights, *d_small, (d_wi, d_wo) = _backward_op(view, p, *operands)
     d_wi = _scatter(view, p.wi, d_wi, w.wi)
     d_wo = _scatter(view, p.wo, d_wo, w.wo)
     grads = Weights(d_wi, d_wo, *d_small)
     grads = Weights(*(_cast(d, v) for d, v in zip(grads, w, strict=True)))
-    return (dx, None, d_weights), grads, None
+    no_gradient: Any = None  # the experts are integers
+    return Inputs(dx, no_gradient, d_weights), grads, None
 
 
 def _scatter(view: MeshView, weight: WeightSpec, d: Array | None, shard: Array) -> Array | None:
@@ -125,21 +132,29 @@ def _cast(d: Array | None, v: Array | None) -> Array | None:
     return None if d is None or v is None else d.astype(v.dtype)
 
 
-_experts = differentiable(
-    "moe", _forward, _backward,
-    plain=lambda view, p, *operands: _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0],
-)  # fmt: skip
+def _apply_plain(view: MeshView, p: BlockPlan, *operands):
+    """Returns the results of `_forward`, which saves no rows where nothing is differentiated."""
+    results, _ = _forward(view, dataclasses.replace(p, save_rows=False), *operands)
+    return results
 
 
-def _forward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w: Weights[Array], gathered: Gathered):
+_experts = differentiable("moe", _forward, _backward, plain=_apply_plain)
+
+
+def _forward_shards(
+    p: BlockPlan,
+    layouts: Layouts,
+    inputs: Inputs,
+    w: Weights[Array],
+    gathered: Gathered,
+):
     """Returns y, the dropped assignments, the most rounds, and the residuals."""
-    return tuple(run_forward(p, layouts, (x, experts, weights), w, gathered))
+    return tuple(run_forward(p, layouts, inputs, w, gathered))
 
 
-def _backward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w, gathered, saved, quantized, dy):
-    """Returns dx, the gradients of the routing weights and of the small weights, and those of wi and wo."""
-    inputs = None if x is None else (x, experts, weights)
-    dx, d_weights, grads = run_backward(p, layouts, saved, inputs, w, quantized, gathered, dy)
+def _backward_shards(p: BlockPlan, layouts: Layouts, *operands):
+    """Returns dx and the gradients of all weights, from the fields of `BackwardOperands`."""
+    dx, d_weights, grads = run_backward(p, layouts, BackwardOperands(*operands))
     d_wi, d_wo, *d_small = grads
     large = tuple(None if d is None else d.astype(p.wi.grad_dtype) for d in (d_wi, d_wo))
     return dx, d_weights, *d_small, large
@@ -147,8 +162,8 @@ def _backward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w, gat
 
 def _sharding(p: BlockPlan, operands, operand_specs, *, backward: bool = False) -> OpSharding:
     """Returns the layout of a direction: tokens are split, and a gradient has the layout of its array."""
-    x, experts, weights, w, gathered, *others = operands
-    specs_of_w = operand_specs[3]
+    inputs, w, gathered, *others = operands
+    specs_of_w = operand_specs[1]
     tokens, tp = p.axes.tokens, p.axes.tp
     rows = Spec(tokens, None)
     own = Spec(p.axes.all)  # each device's own array
@@ -158,9 +173,9 @@ def _sharding(p: BlockPlan, operands, operand_specs, *, backward: bool = False) 
     )
     wi_layout, wo_layout = layouts
     small = _find_small_specs(p, w)
-    inputs = [None if v is None else rows for v in (x, experts, weights)]
+    input_specs = jax.tree.map(lambda _: rows, inputs)
     weight_specs = Weights(wi_layout.spec, wo_layout.spec, *small)
-    specs = (*inputs, weight_specs, jax.tree.map(lambda _: own, gathered))
+    specs = (input_specs, weight_specs, jax.tree.map(lambda _: own, gathered))
     if not backward:
         return OpSharding(specs, (rows, Spec(None), Spec(None), own), (tp, tokens, (), ()), layouts)
     saved, quantized, _ = others
@@ -197,10 +212,15 @@ def _find_small_specs(p: BlockPlan, w: Weights[Array]) -> list[Spec | None]:
     return specs
 
 
-_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, @, @, @", sharding=_sharding)
+_forward_op = Op(
+    "experts",
+    _forward_shards,
+    "{t h | t k | t k}, @, @ -> t h, @, @, @",
+    sharding=_sharding,
+)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,
-    "t h, t k, t k, @, @, @, @, t h -> t h, t k, @, @, @, @, @, @, @",
+    "{t h | t k | t k}, @, @, @, @, t h -> t h, t k, @, @, @, @, @, @, @",
     sharding=functools.partial(_sharding, backward=True),
 )

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import apply_experts
 from moax.block.plan import BlockPlan, make_plan
-from moax.block.rounds import Quantized
+from moax.block.rounds import Inputs, Quantized
 from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
 from moax.checks import Unsupported, check_arrays, check_value
@@ -225,7 +225,8 @@ def _moe(
         rows = shared.multiply(tokens.rows, params.latent_down, "latent_down", plan.recipe.wi)
     low_rank = () if arrays.adapters is None else scaled(arrays.adapters)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
-    y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, quantized)
+    inputs = Inputs(rows, experts, weights)
+    y, dropped, rounds = apply_experts(view, plan, inputs, w, quantized)
     y = _add_shared(view, shared, plan, params, tokens.rows, y)
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)

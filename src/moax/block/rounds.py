@@ -27,17 +27,26 @@ Barriers hold this order: `finish` keeps the steps on both sides of the loop apa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from moax.block.chain import Residuals, backward_down, backward_up, forward_down, forward_up
+from moax.block.chain import (
+    Halfway,
+    Residuals,
+    backward_down,
+    backward_up,
+    find_groups,
+    forward_down,
+    forward_up,
+    sort_again,
+)
 from moax.block.plan import BlockPlan
 from moax.block.small_terms import Weights
-from moax.kernels import Operand, implementation
+from moax.kernels import Operand
 from moax.kernels.device import collectives_may_race
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
@@ -46,14 +55,47 @@ from moax.ops.permutation import count_rows
 from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_on_device
 from moax.types import Received
 
-# The tokens x [T, H], experts [T, K] i32 and routing weights [T, K] f32.
-Inputs = tuple[Float[Array, "T H"], Int[Array, "T K"], Float[Array, "T K"]]
 Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
 Layouts = tuple[WeightLayout, WeightLayout]  # of wi and wo
 Gathered = tuple[Operand, Operand]  # wi and wo
 
-finish = lax.optimization_barrier  # (values) -> values; XLA computes all of them before anything that reads one
-keep_in_loop = lax.optimization_barrier  # (values) -> values; XLA moves nothing that reads them out of a loop
+# Both are (values) -> values.
+finish = lax.optimization_barrier  # XLA computes all values before anything that reads one
+keep_in_loop = lax.optimization_barrier  # XLA moves nothing that reads the values out of a loop
+
+
+class Inputs(NamedTuple):
+    """The tokens, and where they go.
+
+    Attributes:
+      x: [T, H], the tokens.
+      experts: [T, K] i32, the experts of each token.
+      weights: [T, K] f32, the routing weights.
+    """
+
+    x: Float[Array, "T H"]
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+
+
+class BackwardOperands(NamedTuple):
+    """What all rounds of backward read.
+
+    Attributes:
+      inputs: the tokens; None where backward reads nothing of them.
+      w: the shards of the weights.
+      gathered: wi and wo, gathered for dgrad.
+      saved: the residuals of the first round.
+      quantized: wi and wo as the caller keeps them, or None. Later rounds gather such a wi for fprop.
+      dy: the gradient of y.
+    """
+
+    inputs: Inputs | None
+    w: Weights[Array]
+    gathered: Gathered
+    saved: Residuals
+    quantized: Quantized
+    dy: Float[Array, "T H"]
 
 
 class Cursor(NamedTuple):
@@ -96,28 +138,34 @@ class ForwardResult(NamedTuple):
     saved: Residuals
 
 
-def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered) -> ForwardResult:
+def run_forward(
+    p: BlockPlan,
+    layouts: Layouts,
+    inputs: Inputs,
+    w: Weights[Array],
+    gathered: Gathered,
+) -> ForwardResult:
     """Runs all rounds of forward, with wi and wo `gathered` for fprop."""
-    wi, wo = gathered
+    w_gathered = use_gathered(w, gathered)
     received, exchange_rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
     if not p.overflows:
-        halfway = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
-        y, dropped = forward_down(p, p.first, received, halfway, w, wo)
+        halfway = forward_up(p, p.first, received, w_gathered, keep=p.save_rows)
+        y, dropped = forward_down(p, p.first, received, halfway, w_gathered)
         return ForwardResult(y, dropped, jnp.ones(1, jnp.int32), halfway.saved)
     cursor = find_overflow(p, received, exchange_rounds)
     # The exchange has just brought the ranks together, so here they agree without a wait.
     received, cursor = finish((received, reduce_max(cursor, find_together(p, layouts))))
-    halfway = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+    halfway = forward_up(p, p.first, received, w_gathered, keep=p.save_rows)
     saved = halfway.saved
 
     def run_round(received, start, w, gathered, total):
-        wi, wo = gathered
+        w = use_gathered(w, gathered)
         y_sum, num_rounds = total
-        halfway = forward_up(p, p.later, received, w, wi, keep=False, start=start)
-        y, _ = forward_down(p, p.later, received, halfway, w, wo)
+        halfway = forward_up(p, p.later, received, w, keep=False, start=start)
+        y, _ = forward_down(p, p.later, received, halfway, w)
         return y_sum + y, num_rounds + 1
 
-    no_rounds = (jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32))
+    no_rounds = (jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32))
     begin = after((saved.h, received), cursor)
     (h, a), no_rounds, begin = finish(((saved.h, halfway.a), no_rounds, begin))
     context = Context(p, layouts, saved, inputs, w)
@@ -125,72 +173,70 @@ def run_forward(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array
     h, a, y_overflow = finish((h, a, y_overflow))
     h, a = after(y_overflow, (h, a))
     saved = saved._replace(h=h)
-    y, dropped = forward_down(p, p.first, received, halfway._replace(saved=saved, a=a), w, wo)
+    halfway = halfway._replace(saved=saved, a=a)
+    y, dropped = forward_down(p, p.first, received, halfway, w_gathered)
     y = y + y_overflow
     saved = saved._replace(overflow=after(y, cursor))
     return ForwardResult(y, dropped, reduce_max(num_rounds, p.axes.tokens)[None], saved)
 
 
 def run_backward(
-    p: BlockPlan,
-    layouts: Layouts,
-    saved: Residuals,
-    inputs: Inputs | None,
-    w: Weights[Array],
-    quantized: Quantized,
-    gathered: Gathered,
-    dy: Float[Array, "T H"],
+    p: BlockPlan, layouts: Layouts, operands: BackwardOperands
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array | None]]:
-    """Runs all rounds of backward, with wi and wo `gathered` for dgrad.
-
-    Later rounds also gather wi for fprop, from `quantized` where the caller keeps it. The inputs are
-    None where backward reads none of them.
+    """Runs all rounds of backward; later rounds also gather wi for fprop.
 
     Returns dx [T, H], d_weights [T, K], and the gradients of the gathered weights.
     """
-    wi, wo = gathered
-    x = None if inputs is None else inputs[0]
+    inputs, w, gathered, saved, quantized, dy = operands
+    w_gathered = use_gathered(w, gathered)
     cursor = saved.overflow
     if cursor is not None:
         dy = after(cursor, dy)
-    num_rows = saved.plan.gather_idx.shape[0]
-    local = implementation(p.kernels)
-    groups = local.find_groups(saved.plan.group_sizes, p.first.permute.align, num_rows, p.expected)
-    halfway, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, Weights(None, None))
+    halfway = Halfway(saved, find_groups(p, p.first, saved.plan))
+    if inputs is not None:
+        halfway = sort_again(p, p.first, halfway, inputs.x)
+    grads, dw = backward_down(p, p.first, halfway, w_gathered, dy, Weights(None, None))
     if cursor is None or inputs is None:
-        dx, d_weights = backward_up(p, p.first, saved, groups, halfway, wi)
+        dx, d_weights = backward_up(p, p.first, halfway, grads, w_gathered.wi)
         return dx, d_weights, dw
     wi_source = None
     if p.recipe.wi.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
 
     def run_round(received, start, w, operands, total):
-        (wi, wo), wi_source, dy = operands
+        gathered, wi_source, dy = operands
+        w = use_gathered(w, gathered)
         dx_sum, d_weights_sum, dw = total
-        wi_fprop = wi
+        w_fprop = w
         if wi_source is not None:
-            wi_fprop = gather_on_device(p.wi, "fprop", layouts[0], *wi_source)
-        saved, groups, _ = forward_up(p, p.later, received, w, wi_fprop, keep=True, start=start)
-        h, dy = finish((saved.h, dy))  # one exchange's buffers are in memory at a time
-        saved = saved._replace(h=h)
-        halfway, dw = backward_down(p, p.later, saved, groups, None, w, wo, dy, dw)
-        halfway, dw = finish((halfway, dw))  # the operands of wgrad leave the memory before dx comes
-        dx, d_weights = backward_up(p, p.later, saved, groups, halfway, wi)
+            w_fprop = w._replace(wi=gather_on_device(p.wi, "fprop", layouts[0], *wi_source))
+        halfway = forward_up(p, p.later, received, w_fprop, keep=True, start=start)
+        h, dy = finish((halfway.saved.h, dy))  # one exchange's buffers are in memory at a time
+        halfway = Halfway(halfway.saved._replace(h=h), halfway.groups)
+        grads, dw = backward_down(p, p.later, halfway, w, dy, dw)
+        grads, dw = finish((grads, dw))  # the operands of wgrad leave the memory before dx comes
+        dx, d_weights = backward_up(p, p.later, halfway, grads, w.wi)
         return (
             dx_sum + dx.astype(dx_sum.dtype),
             d_weights_sum + d_weights.astype(d_weights_sum.dtype),
             dw,
         )
 
-    no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs[2].shape, jnp.float32), dw)
-    halfway, no_rounds = finish((halfway, no_rounds))
-    operands = (gathered, wi_source, dy)
+    no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs.weights.shape, jnp.float32), dw)
+    grads, no_rounds = finish((grads, no_rounds))
     context = Context(p, layouts, saved, inputs, w)
-    dx_overflow, d_weights_overflow, dw = _repeat(context, cursor, operands, run_round, no_rounds)
-    halfway, overflow = finish((halfway, [dx_overflow, d_weights_overflow]))
-    dx, d_weights = backward_up(p, p.first, saved, groups, after(overflow, halfway), wi)
+    read_by_round = (gathered, wi_source, dy)
+    dx_overflow, d_weights_overflow, dw = _repeat(context, cursor, read_by_round, run_round, no_rounds)
+    grads, overflow = finish((grads, [dx_overflow, d_weights_overflow]))
+    dx, d_weights = backward_up(p, p.first, halfway, after(overflow, grads), w_gathered.wi)
     dx_overflow, d_weights_overflow = overflow
     return dx + dx_overflow, d_weights + d_weights_overflow, dw
+
+
+def use_gathered(w: Weights[Any], gathered: Gathered) -> Weights[Operand]:
+    """Returns the weights as a round reads them: wi and wo gathered, and the small ones."""
+    wi, wo = gathered
+    return w._replace(wi=wi, wo=wo)
 
 
 def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, ""]) -> Int[Array, " 3"]:
@@ -200,7 +246,8 @@ def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, 
     if max_rows is not None:
         needs_rounds |= count_rows(p.first.permute, received.experts) > max_rows
     start = 0
-    if p.first.permute.capacity is not None:  # all rounds have the slots of the first one, whose rows come first
+    # With a capacity all rounds have the slots of the first one, whose rows come first.
+    if p.first.permute.capacity is not None:
         start = max_rows or 0
     return jnp.stack(Cursor(jnp.int32(0), jnp.int32(start), needs_rounds.astype(jnp.int32)))
 
@@ -237,7 +284,8 @@ def _repeat[State](
         received, end = dispatch_forward(p.later.exchange, x, experts, weights, exchange)
         total = run_round(received, start, small_, operands_, total)
         # `end` is the first round that this rank knows not to be needed.
-        counts = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
+        num_rows = count_rows(p.first.permute, received.experts)
+        counts = reduce_max(jnp.stack([num_rows, end]), together)
         num_rows, end = vary_like(counts, inputs, w)
         next_start = start + max_rows
         is_last = next_start >= num_rows  # of this round of the exchange
