@@ -11,9 +11,9 @@ transformers why it does not. The safetensors files have one tensor for each exp
 from moax.hf.config import config_from_hf as config_from_hf
 from moax.hf.config import config_to_hf as config_to_hf
 from moax.hf.config import moe_layers as moe_layers
-from moax.hf.families import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.families import MODEL_TYPES as MODEL_TYPES
 from moax.hf.files import Checkpoint as Checkpoint
+from moax.hf.impossible import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.save import params_to_hf as params_to_hf
 from moax.hf.save import save_hf as save_hf
 from moax.hf.weights import params_from_hf as params_from_hf

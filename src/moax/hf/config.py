@@ -13,7 +13,8 @@ from typing import Any
 from moax.activations import SWIGLU_OAI_LIMIT, Activation
 from moax.checks import Unsupported
 from moax.config import MoEConfig, RouterConfig
-from moax.hf.families import FAMILIES, Family, family_of
+from moax.hf.families import FAMILIES, family_of
+from moax.hf.family import Family
 from moax.hf.headers import name_source, read_json
 from moax.hf.keys import LAYER_LIST, NUM_LAYERS, Values, check_values, parse_key, read_key, read_size
 

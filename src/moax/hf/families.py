@@ -1,216 +1,254 @@
 """The families of MoE models that moax computes, one entry each, as transformers 5.23 computes their layers.
 
 A family has the name of its folder in transformers. A new family is one entry of `FAMILIES`, and one of
-scripts/hf_models.py, by which `make hf-parity` compares it with transformers.
+scripts/hf_models.py, by which `make hf-parity` compares it with transformers. `family.py` says what an entry has.
 """
 
 from __future__ import annotations
 
 import reprlib
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from moax.activations import SWIGLU_OAI_ALPHA, Activation
+from moax.activations import SWIGLU_OAI_ALPHA
 from moax.checks import Unsupported
 from moax.config import RouterConfig
+from moax.hf.base_families import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA4,
+    GLM4,
+    GPT_OSS,
+    GPT_OSS_BIASES,
+    GRANITE,
+    KIMI,
+    MISTRAL4,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    QWEN_LAYERS,
+    SIGMOID,
+    UNGROUPED,
+)
+from moax.hf.family import (
+    BLOCK_CORRECTION,
+    CORRECTION,
+    GATE,
+    GROUPS,
+    IN_MEMORY,
+    MAYBE_NORMALIZED,
+    MOE_WIDTH,
+    NORMALIZED,
+    ONE_SHARED,
+    PROJ,
+    ROUTER,
+    SHARED,
+    STACKED,
+    TEXT_AND_WHOLE,
+    TRANSPOSED,
+    W123,
+    WIDTH,
+    Family,
+    Layers,
+    after,
+    glu,
+    per_expert,
+)
+from moax.hf.impossible import IMPOSSIBLE
 from moax.hf.tensor_layouts import BlockLayout, block_layout
 
-
-def glu(prefix: str, names: str = "gate_proj up_proj down_proj") -> str:
-    """Returns the rows of the three matrices of each expert `{e}`, or of the shared expert."""
-    gate, up, down = (f"{prefix}.{name}.weight" for name in names.split())
-    if "{e}" in prefix:
-        return f"{gate} wi:0 F H; {up} wi:1 F H; {down} wo H F"
-    return f"{gate} shared_wi:0 S H; {up} shared_wi:1 S H; {down} shared_wo H S"
-
-
-GATE = "gate.weight router E H"
-ROUTER = "router.weight router E H"
-CORRECTION = "gate.e_score_correction_bias router_bias E"
-BLOCK_CORRECTION = "e_score_correction_bias router_bias E"
-PROJ = glu("experts.{e}")
-W123 = glu("experts.{e}", "w1 w3 w2")
-STACKED = "experts.gate_up_proj wi E GF H; experts.down_proj wo E H F"
-TRANSPOSED = "experts.gate_up_proj wi E H GF; experts.down_proj wo E F H"
-SHARED = glu("shared_experts")
-ONE_SHARED = glu("shared_expert")
-PUBLISHED = block_layout("mlp", GATE, CORRECTION, SHARED, PROJ)
-IN_MEMORY = block_layout("mlp", GATE, CORRECTION, SHARED, STACKED)
-MIXTRAL_LAYOUT = block_layout("block_sparse_moe", GATE, CORRECTION, SHARED, W123)
-
-
-def per_expert(block: str, *rows: str, experts: str = PROJ) -> dict[str, Any]:
-    """Returns the layouts of a family whose experts are separate as published and stacked in memory."""
-    return dict(published=block_layout(block, *rows, experts), memory=block_layout(block, *rows, STACKED))
-
-
-WIDTH = "intermediate_size"
-MOE_WIDTH = "moe_intermediate_size"
-MAYBE_NORMALIZED = "norm_topk_prob=false"
-NORMALIZED = "norm_topk_prob=true"
-GROUPS = ("n_group|num_expert_group=1", "topk_group=1")
-TEXT_AND_WHOLE = ("{}_text", "{}")
-
-
-class Layers(NamedTuple):
-    """Keys of the MoE layers i: first <= i <= last, i % step == offset % step, and i is not in the list `dense`.
-
-    A config.json that has a mark for each layer under `marks`, or a list of indices, needs no such rule.
-    """
-
-    marks: str = "mlp_layer_types|moe_layer_freq"
-    first: str = "=0"
-    last: str = "=-1"
-    step: str = "=1"
-    offset: str = "=-1"
-    dense: str = "=[]"
-
-
-def after(dense: str) -> Layers:
-    """Returns the rule that the first `dense` layers are dense."""
-    return Layers(first=dense, step="moe_layer_freq=1", offset="=0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """How the config.json and the tensors of a family describe its MoE layers.
-
-    A key string has a name in config.json, further names that are read where the first one is missing, and the default
-    of transformers in JSON: "n_group|num_expert_group=1". A size without a default must exist, and "=1" is always 1. A
-    dot enters a dict: "ffn_config.moe_top_k". Where a key is None, `router`, or the default of `MoEConfig`, decides.
-    """
-
-    published: BlockLayout = PUBLISHED
-    memory: BlockLayout | None = IN_MEMORY  # as transformers 5 holds and also saves it; None: as published
-    read: BlockLayout | None = None  # a further layout, which is read, and written where `others` of `save_hf` has it
-    types: tuple[str, ...] = ("{}",)  # values of `model_type`, of which the first one is written; {} is the family
-    d_model: str = "hidden_size"
-    d_ff: str = MOE_WIDTH
-    experts: str = "num_experts|num_local_experts|n_routed_experts"
-    top_k: str = "num_experts_per_tok|experts_per_token"
-    act: str | None = 'hidden_act="silu"'  # the activation of the gate; None: the activation is `activation`
-    limit: str | None = None
-    normalize: str | None = None
-    scale: str | None = None
-    groups: tuple[str, ...] = ()  # the number of groups and of chosen groups
-    group_method: str | None = None  # the `topk_method` that limits routing to groups; None: groups always count
-    shared: tuple[str, ...] = ()  # the width of the shared expert, or two factors of it
-    latent: str | None = None  # the width of latent experts
-    layers: Layers = Layers()
-    fixed: dict[str, Any] = field(default_factory=dict)  # the one value of a key that moax supports, if it is there
-    shared_fixed: dict[str, Any] = field(default_factory=dict)  # the same, of keys that count with a shared expert
-    router: RouterConfig = RouterConfig()
-    activation: Activation = "swiglu"
-    use_bias: bool = False
-    shared_gate: bool = False
-    weights_at: Literal["output", "input"] = "output"
-
-
-# fmt: off
-SIGMOID = RouterConfig(score="sigmoid", bias=True)
-QWEN_LAYERS = Layers("", step="decoder_sparse_step=1", dense="mlp_only_layers=[]")
-MIXTRAL = Family(
-    published=MIXTRAL_LAYOUT, d_ff=WIDTH, experts="num_local_experts|num_experts", fixed={"router_jitter_noise": 0.0})
-OLMOE = Family(d_ff=WIDTH, normalize=MAYBE_NORMALIZED)
-QWEN3 = Family(normalize=MAYBE_NORMALIZED, layers=QWEN_LAYERS)
-QWEN2 = Family(**per_expert("mlp", GATE, ONE_SHARED, "shared_expert_gate.weight shared_gate 1 H"),
-    normalize=MAYBE_NORMALIZED, shared=("shared_expert_intermediate_size",), shared_gate=True, layers=QWEN_LAYERS)
-QWEN3_5 = replace(QWEN2, published=QWEN2.memory or QWEN2.published, memory=None, read=QWEN2.published,
-    types=TEXT_AND_WHOLE, normalize=None, layers=Layers())
-DEEPSEEK_V3 = Family(experts="n_routed_experts|num_local_experts|num_experts", router=SIGMOID, normalize=NORMALIZED,
-    scale="routed_scaling_factor=2.5", groups=("n_group=8", "topk_group=4"), layers=after("first_k_dense_replace=3"),
-    shared=("moe_intermediate_size", "n_shared_experts|num_shared_experts=1"),
-    fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_bias": False})
-GLM4 = replace(DEEPSEEK_V3, scale="routed_scaling_factor=1.0", groups=GROUPS, layers=after("first_k_dense_replace=1"))
-UNGROUPED = replace(GLM4, experts="num_experts", normalize=None, groups=(), layers=after("=1"))
-DEEPSEEK_V2 = replace(
-    GLM4, router=RouterConfig(normalize=False, group_score="max"), normalize=None, group_method="group_limited_greedy",
-    shared=("moe_intermediate_size", "n_shared_experts=2"), layers=after("first_k_dense_replace=0"),
-    fixed={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False})
-MISTRAL4 = replace(
-    DEEPSEEK_V2, router=RouterConfig(), normalize=NORMALIZED, group_method=None, fixed={}, shared=DEEPSEEK_V3.shared)
-KIMI = replace(GLM4, published=MIXTRAL_LAYOUT, experts="num_experts", top_k="num_experts_per_token|num_experts_per_tok",
-    normalize="moe_renormalize=true", groups=("num_expert_group=1", "topk_group=1"),
-    scale="routed_scaling_factor=2.446", shared=("moe_intermediate_size", "num_shared_experts=1"))
-GRANITE_SHARED = "../shared_mlp.input_linear.weight shared_wi GS H; ../shared_mlp.output_linear.weight shared_wo H S"
-GRANITE = Family(published=block_layout("block_sparse_moe", "router.layer.weight router E H", GRANITE_SHARED,
-        "input_linear.weight wi E GF H; output_linear.weight wo E H F"),
-    memory=block_layout("block_sparse_moe", ROUTER, STACKED, GRANITE_SHARED), d_ff=WIDTH, experts="num_local_experts",
-    shared=("shared_intermediate_size=0",))
-GPT_OSS_BIASES = "experts.down_proj_bias bo E H; router.bias logits_bias E"
-GPT_OSS = Family(
-    published=block_layout("mlp", ROUTER, "experts.gate_up_proj wi E H FG; experts.gate_up_proj_bias bi E FG",
-        "experts.down_proj wo E F H", GPT_OSS_BIASES), memory=None, d_ff=WIDTH, experts=MIXTRAL.experts, act=None,
-    activation="swiglu_oai", limit="swiglu_limit=7.0", router=RouterConfig(logits_bias=True), use_bias=True,
-    fixed={"swiglu_alpha": SWIGLU_OAI_ALPHA})
-GEMMA4 = Family(published=block_layout("", "router.proj.weight router E H; router.per_expert_scale expert_scale E",
-        STACKED, outside=("router.scale",)), memory=None, types=TEXT_AND_WHOLE, top_k="top_k_experts",
-    act='hidden_activation="gelu_pytorch_tanh"', router=RouterConfig(expert_scale=True),
-    fixed={"enable_moe_block": True})
 LATENT = "fc1_latent_proj.weight latent_down L H; fc2_latent_proj.weight latent_up H L"
-NEMOTRON_SHARED = "shared_experts.up_proj.weight shared_wi:0 S H; shared_experts.down_proj.weight shared_wo H S"
+NEMOTRON_SHARED = (
+    "shared_experts.up_proj.weight shared_wi:0 S H",
+    "shared_experts.down_proj.weight shared_wo H S",
+)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mixtral", "minimax"), MIXTRAL),
-    "minimax_m2": replace(MIXTRAL, published=block_layout("block_sparse_moe", GATE, BLOCK_CORRECTION, W123),
-        memory=block_layout("mlp", GATE, BLOCK_CORRECTION, STACKED), router=SIGMOID),
-    "minimax_m3_vl": replace(MIXTRAL, published=block_layout("block_sparse_moe", GATE, BLOCK_CORRECTION, SHARED, W123),
-        memory=block_layout("mlp", GATE, CORRECTION, STACKED, "shared_experts.gate_up_proj.weight shared_wi GS H",
-            "shared_experts.down_proj.weight shared_wo H S"), types=TEXT_AND_WHOLE, act=None, activation="swiglu_oai",
-        limit="swiglu_limit=7.0", router=SIGMOID, scale="routed_scaling_factor=2.0",
-        shared=("shared_intermediate_size=3072",), layers=after("=0"),
-        fixed={"swiglu_alpha": SWIGLU_OAI_ALPHA, "router_jitter_noise": 0.0}),
+    "minimax_m2": replace(
+        MIXTRAL,
+        published=block_layout("block_sparse_moe", GATE, BLOCK_CORRECTION, W123),
+        memory=block_layout("mlp", GATE, BLOCK_CORRECTION, STACKED),
+        router=SIGMOID,
+    ),
+    "minimax_m3_vl": replace(
+        MIXTRAL,
+        published=block_layout("block_sparse_moe", GATE, BLOCK_CORRECTION, SHARED, W123),
+        memory=block_layout(
+            "mlp",
+            GATE,
+            CORRECTION,
+            STACKED,
+            "shared_experts.gate_up_proj.weight shared_wi GS H",
+            "shared_experts.down_proj.weight shared_wo H S",
+        ),
+        types=TEXT_AND_WHOLE,
+        act=None,
+        activation="swiglu_oai",
+        limit="swiglu_limit=7.0",
+        router=SIGMOID,
+        scale="routed_scaling_factor=2.0",
+        shared=("shared_intermediate_size=3072",),
+        layers=after("=0"),
+        fixed={"swiglu_alpha": SWIGLU_OAI_ALPHA, "router_jitter_noise": 0.0},
+    ),
     **dict.fromkeys(("olmoe", "flex_olmo"), OLMOE),
-    "cohere2_moe": replace(OLMOE, normalize=None, shared=("intermediate_size", "num_shared_experts=0"),
-        fixed={"expert_selection_fn": "softmax"}, shared_fixed={'shared_expert_combination_strategy="average"': "sum"},
-        layers=DEEPSEEK_V2.layers),
+    "cohere2_moe": replace(
+        OLMOE,
+        normalize=None,
+        shared=("intermediate_size", "num_shared_experts=0"),
+        fixed={"expert_selection_fn": "softmax"},
+        shared_fixed={'shared_expert_combination_strategy="average"': "sum"},
+        layers=DEEPSEEK_V2.layers,
+    ),
     "kolibri1": replace(
-        OLMOE, published=block_layout("mlp", GATE, "../moe.router.expert_bias router_bias E", SHARED, PROJ),
-        experts=MIXTRAL.experts, d_ff=MOE_WIDTH, router=replace(SIGMOID, order="topk_then_score"),
-        shared=("shared_expert_intermediate_size=512",)),
-    "hunyuan_v1_moe": Family(**per_expert("mlp", "gate.wg.weight router E H", glu("shared_mlp")), d_ff=WIDTH,
-        top_k="moe_topk|num_experts_per_tok=1", shared=("intermediate_size",)),
-    "jamba": Family(**per_expert("feed_forward", ROUTER), d_ff=WIDTH, router=RouterConfig(normalize=False),
-        layers=Layers("", step="expert_layer_period=2", offset="expert_layer_offset=1")),
-    "dbrx": Family(published=block_layout("ffn", "router.layer.weight router E H; experts.mlp.w1 wi:0 EF H",
-            "experts.mlp.v1 wi:1 EF H; experts.mlp.w2 wo EF H", stem="transformer.blocks."), memory=None,
-        d_model="d_model", d_ff="ffn_config.ffn_hidden_size", experts="ffn_config.moe_num_experts",
-        top_k="ffn_config.moe_top_k", act='ffn_config.ffn_act_fn.name="silu"',
-        fixed={"ffn_config.moe_normalize_expert_weights": 1.0, "ffn_config.moe_jitter_eps": None}),
+        OLMOE,
+        published=block_layout(
+            "mlp",
+            GATE,
+            "../moe.router.expert_bias router_bias E",
+            SHARED,
+            PROJ,
+        ),
+        experts=MIXTRAL.experts,
+        d_ff=MOE_WIDTH,
+        router=replace(SIGMOID, order="topk_then_score"),
+        shared=("shared_expert_intermediate_size=512",),
+    ),
+    "hunyuan_v1_moe": Family(
+        **per_expert("mlp", "gate.wg.weight router E H", glu("shared_mlp")),
+        d_ff=WIDTH,
+        top_k="moe_topk|num_experts_per_tok=1",
+        shared=("intermediate_size",),
+    ),
+    "jamba": Family(
+        **per_expert("feed_forward", ROUTER),
+        d_ff=WIDTH,
+        router=RouterConfig(normalize=False),
+        layers=Layers("", step="expert_layer_period=2", offset="expert_layer_offset=1"),
+    ),
+    "dbrx": Family(
+        published=block_layout(
+            "ffn",
+            "router.layer.weight router E H; experts.mlp.w1 wi:0 EF H",
+            "experts.mlp.v1 wi:1 EF H; experts.mlp.w2 wo EF H",
+            stem="transformer.blocks.",
+        ),
+        memory=None,
+        d_model="d_model",
+        d_ff="ffn_config.ffn_hidden_size",
+        experts="ffn_config.moe_num_experts",
+        top_k="ffn_config.moe_top_k",
+        act='ffn_config.ffn_act_fn.name="silu"',
+        fixed={"ffn_config.moe_normalize_expert_weights": 1.0, "ffn_config.moe_jitter_eps": None},
+    ),
     "aria": Family(
-        published=block_layout("mlp", ROUTER, SHARED, "experts.fc1.weight wi E H GF; experts.fc2.weight wo E F H"),
-        memory=block_layout("mlp", ROUTER, SHARED, TRANSPOSED), types=TEXT_AND_WHOLE, d_ff=WIDTH,
-        experts="moe_num_experts=8", top_k="moe_topk=2", shared=("intermediate_size", "moe_num_shared_experts=2"),
-        fixed={"mlp_bias": False}),
+        published=block_layout(
+            "mlp",
+            ROUTER,
+            SHARED,
+            "experts.fc1.weight wi E H GF; experts.fc2.weight wo E F H",
+        ),
+        memory=block_layout("mlp", ROUTER, SHARED, TRANSPOSED),
+        types=TEXT_AND_WHOLE,
+        d_ff=WIDTH,
+        experts="moe_num_experts=8",
+        top_k="moe_topk=2",
+        shared=("intermediate_size", "moe_num_shared_experts=2"),
+        fixed={"mlp_bias": False},
+    ),
     "ernie4_5_moe": Family(
-        published=block_layout("mlp", GATE, SHARED, PROJ, "moe_statics.e_score_correction_bias router_bias 1 E"),
-        memory=block_layout("mlp", GATE, SHARED, STACKED, "gate.moe_statics.e_score_correction_bias router_bias 1 E"),
-        experts="moe_num_experts|num_experts=64", top_k="moe_k|num_experts_per_tok=6", router=RouterConfig(bias=True),
-        shared=("moe_intermediate_size=1536", "moe_num_shared_experts=2"), fixed={"use_bias": False},
-        layers=Layers("", "moe_layer_start_index=1", "moe_layer_end_index=-1", step="moe_layer_interval=1")),
-    "llama4": Family(published=block_layout("feed_forward", ROUTER, ONE_SHARED, TRANSPOSED), memory=None,
-        types=TEXT_AND_WHOLE, d_ff=WIDTH, experts="num_local_experts=16", top_k="num_experts_per_tok=1",
-        shared=("intermediate_size",), router=RouterConfig(score="sigmoid", order="topk_then_score", normalize=False),
-        weights_at="input", layers=Layers("", step="interleave_moe_layer_step=1")),
+        published=block_layout(
+            "mlp",
+            GATE,
+            SHARED,
+            PROJ,
+            "moe_statics.e_score_correction_bias router_bias 1 E",
+        ),
+        memory=block_layout(
+            "mlp",
+            GATE,
+            SHARED,
+            STACKED,
+            "gate.moe_statics.e_score_correction_bias router_bias 1 E",
+        ),
+        experts="moe_num_experts|num_experts=64",
+        top_k="moe_k|num_experts_per_tok=6",
+        router=RouterConfig(bias=True),
+        shared=("moe_intermediate_size=1536", "moe_num_shared_experts=2"),
+        fixed={"use_bias": False},
+        layers=Layers(
+            "",
+            "moe_layer_start_index=1",
+            "moe_layer_end_index=-1",
+            step="moe_layer_interval=1",
+        ),
+    ),
+    "llama4": Family(
+        published=block_layout("feed_forward", ROUTER, ONE_SHARED, TRANSPOSED),
+        memory=None,
+        types=TEXT_AND_WHOLE,
+        d_ff=WIDTH,
+        experts="num_local_experts=16",
+        top_k="num_experts_per_tok=1",
+        shared=("intermediate_size",),
+        router=RouterConfig(score="sigmoid", order="topk_then_score", normalize=False),
+        weights_at="input",
+        layers=Layers("", step="interleave_moe_layer_step=1"),
+    ),
     "qwen3_moe": QWEN3,
     "mellum": replace(QWEN3, experts=MIXTRAL.experts, normalize=NORMALIZED, layers=Layers()),
     "qwen3_omni_moe": replace(QWEN3, types=("{}_text", "{}_thinker", "{}"), normalize=NORMALIZED),
-    "qwen3_vl_moe": replace(QWEN3, published=block_layout("mlp", GATE, TRANSPOSED), types=TEXT_AND_WHOLE,
-        experts=MIXTRAL.experts, normalize=None),
+    "qwen3_vl_moe": replace(
+        QWEN3,
+        published=block_layout("mlp", GATE, TRANSPOSED),
+        types=TEXT_AND_WHOLE,
+        experts=MIXTRAL.experts,
+        normalize=None,
+    ),
     "qwen2_moe": QWEN2,
     "qwen3_next": replace(QWEN2, normalize=NORMALIZED),
     "qwen3_5_moe": QWEN3_5,
     "qwen4_exp": replace(QWEN3_5, normalize=NORMALIZED),
-    "flint": replace(QWEN2, router=RouterConfig(score="sigmoid"), normalize=NORMALIZED, shared_gate=False,
-        layers=QWEN_LAYERS._replace(dense="mlp_only_layers=[0, 1]")),
+    "flint": replace(
+        QWEN2,
+        router=RouterConfig(score="sigmoid"),
+        normalize=NORMALIZED,
+        shared_gate=False,
+        layers=QWEN_LAYERS._replace(dense="mlp_only_layers=[0, 1]"),
+    ),
     "deepseek_v3": replace(DEEPSEEK_V3, types=("{}", "kimi_k2")),
     "deepseek_v32": DEEPSEEK_V3,
-    "deepseek_v4": replace(DEEPSEEK_V3,
-        published=block_layout("ffn", GATE, "gate.bias router_bias E", glu("shared_experts", "w1 w3 w2"), W123),
-        router=RouterConfig(score="sqrt_softplus", bias=True), normalize=None, scale="routed_scaling_factor=1.5",
-        groups=(), shared=(MOE_WIDTH,), limit="swiglu_limit=10.0", layers=after("num_hash_layers=3"),
-        fixed={"scoring_func": "sqrtsoftplus", "router_jitter_noise": 0.0, "mlp_bias": False, "n_shared_experts": 1}),
-    "axk1": replace(DEEPSEEK_V3, memory=IN_MEMORY._replace(outside=("post_mlp_layernorm.weight",)), layers=GLM4.layers),
+    "deepseek_v4": replace(
+        DEEPSEEK_V3,
+        published=block_layout(
+            "ffn",
+            GATE,
+            "gate.bias router_bias E",
+            glu("shared_experts", "w1 w3 w2"),
+            W123,
+        ),
+        router=RouterConfig(score="sqrt_softplus", bias=True),
+        normalize=None,
+        scale="routed_scaling_factor=1.5",
+        groups=(),
+        shared=(MOE_WIDTH,),
+        limit="swiglu_limit=10.0",
+        layers=after("num_hash_layers=3"),
+        fixed={
+            "scoring_func": "sqrtsoftplus",
+            "router_jitter_noise": 0.0,
+            "mlp_bias": False,
+            "n_shared_experts": 1,
+        },
+    ),
+    "axk1": replace(
+        DEEPSEEK_V3,
+        memory=IN_MEMORY._replace(outside=("post_mlp_layernorm.weight",)),
+        layers=GLM4.layers,
+    ),
     "axk2": replace(DEEPSEEK_V3, groups=GROUPS, layers=GLM4.layers),
     "beam": replace(DEEPSEEK_V3, experts="num_experts", shared=(), layers=after("=3")),
     "glm_moe_dsa": replace(DEEPSEEK_V3, groups=GROUPS),
@@ -218,51 +256,144 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": replace(GLM4, scale="routed_scaling_factor=1.8"),
     "glm4v_moe": replace(GLM4, types=TEXT_AND_WHOLE),
     "glm5_next": replace(
-        GLM4, types=TEXT_AND_WHOLE, scale="routed_scaling_factor=2.5", limit="swiglu_limit=10.0", layers=after("=3")),
+        GLM4,
+        types=TEXT_AND_WHOLE,
+        scale="routed_scaling_factor=2.5",
+        limit="swiglu_limit=10.0",
+        layers=after("=3"),
+    ),
     "dots1": replace(GLM4, normalize=MAYBE_NORMALIZED, layers=DEEPSEEK_V2.layers),
-    "dots3_note": replace(GLM4, types=TEXT_AND_WHOLE,
-        shared=("shared_experts_intermediate_size=1536", "n_shared_experts|num_shared_experts=1")),
-    "exaone_moe": replace(GLM4, published=block_layout("mlp", GATE, BLOCK_CORRECTION, SHARED, PROJ),
-        experts="num_experts", shared=KIMI.shared, scale="routed_scaling_factor=2.5"),
+    "dots3_note": replace(
+        GLM4,
+        types=TEXT_AND_WHOLE,
+        shared=("shared_experts_intermediate_size=1536", "n_shared_experts|num_shared_experts=1"),
+    ),
+    "exaone_moe": replace(
+        GLM4,
+        published=block_layout("mlp", GATE, BLOCK_CORRECTION, SHARED, PROJ),
+        experts="num_experts",
+        shared=KIMI.shared,
+        scale="routed_scaling_factor=2.5",
+    ),
     "mimo_v2_flash": replace(GLM4, shared=(), layers=after("=1")),
     "solar_open": replace(GLM4, layers=Layers()),
-    "nemotron_h": replace(GLM4, published=block_layout("mixer", GATE, CORRECTION, LATENT, NEMOTRON_SHARED,
-            "experts.{e}.up_proj.weight wi:0 F H; experts.{e}.down_proj.weight wo H F", stem="backbone.layers."),
-        memory=block_layout("mixer", GATE, CORRECTION, LATENT, NEMOTRON_SHARED,
-            "experts.up_proj wi:0 E F H; experts.down_proj wo E H F"), act=None, activation="relu2",
-        shared=("moe_shared_expert_intermediate_size=7688",), latent="moe_latent_size",
+    "nemotron_h": replace(
+        GLM4,
+        published=block_layout(
+            "mixer",
+            GATE,
+            CORRECTION,
+            LATENT,
+            *NEMOTRON_SHARED,
+            "experts.{e}.up_proj.weight wi:0 F H; experts.{e}.down_proj.weight wo H F",
+            stem="backbone.layers.",
+        ),
+        memory=block_layout(
+            "mixer",
+            GATE,
+            CORRECTION,
+            LATENT,
+            *NEMOTRON_SHARED,
+            "experts.up_proj wi:0 E F H; experts.down_proj wo E H F",
+        ),
+        act=None,
+        activation="relu2",
+        shared=("moe_shared_expert_intermediate_size=7688",),
+        latent="moe_latent_size",
         fixed={"mlp_hidden_act": "relu2", "mlp_bias": False},
-        layers=Layers("hybrid_override_pattern|layers_block_type|layer_types=[]")),
-    "afmoe": replace(UNGROUPED, **per_expert("mlp", "router.gate.weight router E H; expert_bias router_bias E", SHARED),
-        scale="route_scale=1.0", shared=("moe_intermediate_size", "num_shared_experts=2"), fixed={},
-        layers=after("num_dense_layers=1")),
-    "hy_v3": replace(UNGROUPED, memory=block_layout("mlp", GATE, BLOCK_CORRECTION, SHARED, STACKED), shared=KIMI.shared,
-        published=block_layout("mlp", "router.gate.weight router E H; expert_bias router_bias E", glu("shared_mlp"),
-            PROJ), scale="router_scaling_factor=2.826"),
-    "laguna": replace(UNGROUPED, scale="moe_routed_scaling_factor=1.0", shared=("shared_expert_intermediate_size=512",),
-        published=block_layout("mlp", GATE, "experts.e_score_correction_bias router_bias E", ONE_SHARED, PROJ),
-        fixed={"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False}),
-    "lfm2_moe": replace(UNGROUPED, **per_expert("feed_forward", GATE, "expert_bias router_bias E", experts=W123),
-        act=None, normalize=NORMALIZED, shared=(), fixed={"use_expert_bias": True}, layers=after("num_dense_layers=2")),
-    "step3p7": replace(UNGROUPED, published=block_layout("moe", GATE,
+        layers=Layers("hybrid_override_pattern|layers_block_type|layer_types=[]"),
+    ),
+    "afmoe": replace(
+        UNGROUPED,
+        **per_expert("mlp", "router.gate.weight router E H; expert_bias router_bias E", SHARED),
+        scale="route_scale=1.0",
+        shared=("moe_intermediate_size", "num_shared_experts=2"),
+        fixed={},
+        layers=after("num_dense_layers=1"),
+    ),
+    "hy_v3": replace(
+        UNGROUPED,
+        memory=block_layout("mlp", GATE, BLOCK_CORRECTION, SHARED, STACKED),
+        shared=KIMI.shared,
+        published=block_layout(
+            "mlp",
+            "router.gate.weight router E H; expert_bias router_bias E",
+            glu("shared_mlp"),
+            PROJ,
+        ),
+        scale="router_scaling_factor=2.826",
+    ),
+    "laguna": replace(
+        UNGROUPED,
+        scale="moe_routed_scaling_factor=1.0",
+        shared=("shared_expert_intermediate_size=512",),
+        published=block_layout(
+            "mlp",
+            GATE,
+            "experts.e_score_correction_bias router_bias E",
+            ONE_SHARED,
+            PROJ,
+        ),
+        fixed={"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False},
+    ),
+    "lfm2_moe": replace(
+        UNGROUPED,
+        **per_expert("feed_forward", GATE, "expert_bias router_bias E", experts=W123),
+        act=None,
+        normalize=NORMALIZED,
+        shared=(),
+        fixed={"use_expert_bias": True},
+        layers=after("num_dense_layers=2"),
+    ),
+    "step3p7": replace(
+        UNGROUPED,
+        published=block_layout(
+            "moe",
+            GATE,
             "router_bias router_bias E; gate_proj.weight wi:0 E F H",
-            "up_proj.weight wi:1 E F H; down_proj.weight wo E H F", glu("../share_expert")),
-        types=("step3p5", "step3p7"), experts="n_routed_experts|moe_num_experts=288",
-        top_k="num_experts_per_tok|moe_top_k=8", scale="moe_router_scaling_factor=1.0",
-        shared=("share_expert_dim|share_expert_dims=1280",), layers=after("=3"),
-        fixed={"mlp_bias": False, "swiglu_limits": None, "swiglu_limits_shared": None}),
+            "up_proj.weight wi:1 E F H; down_proj.weight wo E H F",
+            glu("../share_expert"),
+        ),
+        types=("step3p5", "step3p7"),
+        experts="n_routed_experts|moe_num_experts=288",
+        top_k="num_experts_per_tok|moe_top_k=8",
+        scale="moe_router_scaling_factor=1.0",
+        shared=("share_expert_dim|share_expert_dims=1280",),
+        layers=after("=3"),
+        fixed={"mlp_bias": False, "swiglu_limits": None, "swiglu_limits_shared": None},
+    ),
     "deepseek_v2": DEEPSEEK_V2,
-    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), replace(DEEPSEEK_V2, types=TEXT_AND_WHOLE, layers=GLM4.layers)),
+    **dict.fromkeys(
+        ("deepseek_ocr2", "unlimited_ocr"),
+        replace(DEEPSEEK_V2, types=TEXT_AND_WHOLE, layers=GLM4.layers),
+    ),
     "mistral4": MISTRAL4,
-    "mistral_large4": replace(MISTRAL4, published=block_layout("", GATE, SHARED, W123, stem="layers."),
-        types=TEXT_AND_WHOLE, normalize=None, layers=GLM4.layers),
+    "mistral_large4": replace(
+        MISTRAL4,
+        published=block_layout("", GATE, SHARED, W123, stem="layers."),
+        types=TEXT_AND_WHOLE,
+        normalize=None,
+        layers=GLM4.layers,
+    ),
     "kimi_linear": KIMI,
-    "bailing_hybrid": replace(KIMI, published=block_layout("mlp", GATE, "gate.expert_bias router_bias E", SHARED, PROJ),
-        scale="routed_scaling_factor=2.5", groups=("num_expert_group=8", "topk_group=4"),
-        layers=after("first_k_dense_replace=2")),
+    "bailing_hybrid": replace(
+        KIMI,
+        published=block_layout("mlp", GATE, "gate.expert_bias router_bias E", SHARED, PROJ),
+        scale="routed_scaling_factor=2.5",
+        groups=("num_expert_group=8", "topk_group=4"),
+        layers=after("first_k_dense_replace=2"),
+    ),
     "gpt_oss": GPT_OSS,
-    "openai_privacy_filter": replace(GPT_OSS,
-        published=block_layout("mlp", ROUTER, TRANSPOSED, "experts.gate_up_proj_bias bi E GF", GPT_OSS_BIASES)),
+    "openai_privacy_filter": replace(
+        GPT_OSS,
+        published=block_layout(
+            "mlp",
+            ROUTER,
+            TRANSPOSED,
+            "experts.gate_up_proj_bias bi E GF",
+            GPT_OSS_BIASES,
+        ),
+    ),
     "gemma4": GEMMA4,
     "diffusion_gemma": replace(GEMMA4, fixed={}),
     "granitemoe": replace(GRANITE, shared=()),
@@ -270,27 +401,6 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": replace(GRANITE, shared=("shared_intermediate_size=1024",)),
     "granitemoeshared": GRANITE,
 }
-
-# Why moax.hf does not load the other model types of transformers 5.23 with sparse experts.
-IMPOSSIBLE = {model_type: why for model_types, why in {
-    "doge": "a token reads single vectors of a product-key memory of thousands of experts, not matrices of an expert",
-    "ernie4_5_vl_moe ernie4_5_vl_moe_text":
-        "the type of a token, text or vision, chooses between two sets of experts of different widths",
-    "hy_v4": "the routed experts clamp gate and up, and the shared expert does not; moax has one activation for both",
-    "inkling_mm_model inkling_text": "the shared experts take part in the normalization of the routing weights",
-    "inkling2 inkling2_text": "the activation bounds gate and up by tanh, while its sigmoid sees the unbounded gate",
-    "jetmoe": "a bias that all experts share is added after the weighted sum, and attention has experts too",
-    "longcat_flash": "some experts are the identity, and the router has more experts than there are matrices",
-    "muse_spark muse_spark_text":
-        "each expert normalizes its output before the weighted sum, in a narrower space than that of the layer",
-    "nllb-moe switch_transformers":
-        "the router drops tokens by their place in the sequence, each expert has biases and plain ReLU, and dropout "
-        "lies between its products",
-    "phimoe": "SparseMixer masks the logits of each choice by a threshold, and samples experts in training",
-    "vitpose_backbone": "the data set of an image, not a router, chooses the expert",
-    "zaya": "the router is an MLP that also reads the router of the layer before, and one choice skips the experts",
-}.items() for model_type in model_types.split()}
-# fmt: on
 
 
 # The values of `model_type` of each family; the first one is written.
@@ -302,11 +412,13 @@ MODEL_TYPES = tuple(FAMILY_OF)
 def family_of(model_type: Any) -> str:
     """Returns the family of a `model_type`, or raises Unsupported or ValueError."""
     if not isinstance(model_type, str):
-        raise ValueError(f"model_type={reprlib.repr(model_type)} must be a string, one of MODEL_TYPES")
+        text = reprlib.repr(model_type)
+        raise ValueError(f"model_type={text} must be a string, one of MODEL_TYPES")
     if model_type in IMPOSSIBLE:
         raise Unsupported(f"model_type={model_type!r}: {IMPOSSIBLE[model_type]}")
     if model_type not in FAMILY_OF:
-        raise Unsupported(f"model_type={model_type!r}; moax.hf supports {', '.join(map(repr, MODEL_TYPES))}")
+        known = ", ".join(map(repr, MODEL_TYPES))
+        raise Unsupported(f"model_type={model_type!r}; moax.hf supports {known}")
     return FAMILY_OF[model_type]
 
 

@@ -1,6 +1,6 @@
 """The keys of config.json that a family reads, and the types and ranges of their values.
 
-A key string of `moax.hf.families.Family` has names, of which the first one that is there counts, and a default.
+A key string of `moax.hf.family.Family` has names, of which the first one that is there counts, and a default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moax.checks import Unsupported
-from moax.hf.families import Family
+from moax.hf.family import Family
 
 Values = Mapping[str, Any]
 NUM_LAYERS = "num_hidden_layers|n_layers"
