@@ -26,7 +26,15 @@ _GPT_OSS = {"activation": "swiglu_oai", "use_bias": True, "router": dataclasses.
 _SHARED = {"router": _LATE, "shared_d_ff": 512, "shared_gate": True}
 
 
-def _model(source: str, layers: int, d_model: int, d_ff: int, num_experts: int, top_k: int, **config: Any) -> Model:
+def _model(
+    source: str,
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    num_experts: int,
+    top_k: int,
+    **config: Any,
+) -> Model:
     return Model(MoEConfig(d_model, d_ff, num_experts, top_k, **config), layers, source)
 
 

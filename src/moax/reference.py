@@ -29,7 +29,11 @@ def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
     return 1.0 / (1.0 + jnp.exp(-logits))
 
 
-def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: int) -> Bool[Array, "T E"]:
+def eligible_experts(
+    scores: Float[Array, "T E"],
+    config: RouterConfig,
+    top_k: int,
+) -> Bool[Array, "T E"]:
     """Returns whether group-limited routing may choose each expert, [T, E] bool.
 
     It may choose the experts of the groups with the best group score.
@@ -87,7 +91,10 @@ def route(
 
 
 def balance(
-    probabilities: Float[Array, "T E"], chose: Int[Array, "T E"], real: Bool[Array, " T"], top_k: int
+    probabilities: Float[Array, "T E"],
+    chose: Int[Array, "T E"],
+    real: Bool[Array, " T"],
+    top_k: int,
 ) -> Float[Array, ""]:
     """Returns E / (K T^2) sum_e (sum_t p[t, e]) tokens[e] over the T tokens that are real."""
     share = jnp.where(real[:, None], probabilities, 0.0).sum(0)
@@ -95,7 +102,11 @@ def balance(
     return chose.shape[1] / (top_k * real.sum(dtype=jnp.float32) ** 2) * jnp.sum(share * tokens)
 
 
-def activate(h: Float[Array, "... G F"], activation: Activation, limit: float | None = None) -> Float[Array, "... F"]:
+def activate(
+    h: Float[Array, "... G F"],
+    activation: Activation,
+    limit: float | None = None,
+) -> Float[Array, "... F"]:
     """Returns act(gate, up), or act(up); see `moax.ops.activation`."""
     gate, up = h[..., 0, :], h[..., -1, :]
     limit = 7.0 if limit is None and activation == "swiglu_oai" else limit

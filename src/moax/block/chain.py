@@ -157,7 +157,8 @@ def forward_down(
 def find_groups(p: BlockPlan, buffers: Round, plan: Plan) -> Groups:
     """Returns the groups of the sorted rows of a round."""
     num_rows = plan.gather_idx.shape[0]
-    return implementation(p.kernels).find_groups(plan.group_sizes, buffers.permute.align, num_rows, p.expected)
+    local = implementation(p.kernels)
+    return local.find_groups(plan.group_sizes, buffers.permute.align, num_rows, p.expected)
 
 
 def sort_again(p: BlockPlan, buffers: Round, halfway: Halfway, x: Float[Array, "T H"]) -> Halfway:
@@ -280,7 +281,8 @@ def expert_up(
     a = None
     with jax.named_scope("expert_up"):
         if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
-            h, a = local.matmul_activate(rows, w.wi, groups, p.dtype, find_activation(p), gates, w.bi)
+            act = find_activation(p)
+            h, a = local.matmul_activate(rows, w.wi, groups, p.dtype, act, gates, w.bi)
         else:
             h = local.matmul(rows, w.wi, groups, p.dtype, w.bi)
         if w.wi_a is not None:
@@ -348,8 +350,14 @@ def activate_grad(
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
     _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, direct=False)
-    wgrad = not p.frozen
-    d_h, d_h_wgrad = local.quantize_for_matmul(d_h_plain, p.recipe.wi, "dy", groups, amax_axes, wgrad=wgrad)
+    d_h, d_h_wgrad = local.quantize_for_matmul(
+        d_h_plain,
+        p.recipe.wi,
+        "dy",
+        groups,
+        amax_axes,
+        wgrad=not p.frozen,
+    )
     return HiddenGrad(a, d_h, d_h_wgrad, d_h_plain, d_row_weights)
 
 
@@ -375,7 +383,12 @@ def expert_down(
     return o
 
 
-def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) -> Float[Array, "N F"]:
+def expert_down_grad(
+    p: BlockPlan,
+    d_o: Operand,
+    wo: Operand,
+    groups: Groups,
+) -> Float[Array, "N F"]:
     """Returns d_a = d_o wo^T."""
     with jax.named_scope("expert_down"):
         return implementation(p.kernels).matmul(d_o, wo, groups, p.dtype, transpose=True)

@@ -135,10 +135,10 @@ def moe(
     if quantized is not None:
         check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
     override = read_override(routing)
-    _check_arrays(x, config, router_input, mask, segment_ids, override)
-    if segment_ids is not None:
-        segment_ids = keep_ids(segment_ids)
     arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
+    _check_arrays(x, config, arrays)
+    if segment_ids is not None:
+        arrays = arrays._replace(segment_ids=keep_ids(segment_ids))
     return _moe(config, options, bool(return_routing), x, params, arrays)
 
 
@@ -179,7 +179,12 @@ def quantize_params(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
+def _quantize_params(
+    params: MoEParams[Array],
+    config: MoEConfig,
+    options: Options,
+    dtype: np.dtype,
+) -> QuantizedParams:
     view = find_mesh_view(options.axes, options.engine, params)
     declared = _find_declared(view, params, config, options.axes)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
@@ -190,7 +195,8 @@ def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Optio
     return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too
+# This is a program of its own, so that a caller who does not jit runs one program too.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _moe(
     config: MoEConfig,
     options: Options,
@@ -258,14 +264,15 @@ def _moe(
     return y, stats
 
 
-def _check_arrays(x, config: MoEConfig, router_input, mask, segment_ids, override: RoutingOverride | None) -> None:
+def _check_arrays(x, config: MoEConfig, call: CallArrays) -> None:
     """Raises ValueError where an array of a call does not fit x [..., S, H]."""
     rules = [
         "router_input? [*batch, S, H]",
         "mask? bool [*batch, S]",
         "segment_ids? int [*batch, S]",
     ]
-    arrays = [router_input, mask, segment_ids]
+    arrays = [call.router_input, call.mask, call.segment_ids]
+    override = call.override
     if override is not None:
         rules.append("routing int [*batch, S, K]")
         arrays.append(override.experts)
@@ -350,7 +357,13 @@ class SharedMatmuls(NamedTuple):
     options: Options
     declared: MoEParams[Spec]
 
-    def multiply(self, x: Float[Array, "T K"], w: Array, name: str, recipe: Recipe) -> Float[Array, "T *C"]:
+    def multiply(
+        self,
+        x: Float[Array, "T K"],
+        w: Array,
+        name: str,
+        recipe: Recipe,
+    ) -> Float[Array, "T *C"]:
         """Returns x w; `name` is the parameter's."""
         options = self.options
         return dense(
@@ -364,7 +377,13 @@ class SharedMatmuls(NamedTuple):
             grad_reduce_dtype=options.grad_reduce_dtype,
         )
 
-    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array, recipe: Recipes) -> Float[Array, "T H"]:
+    def run_expert(
+        self,
+        x: Float[Array, "T H"],
+        wi: Array,
+        wo: Array,
+        recipe: Recipes,
+    ) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
         h = self.multiply(x, wi, "shared_wi", recipe.wi)
         a = activate(h, self.config.activation, self.config.activation_limit)
@@ -396,7 +415,8 @@ def _add_shared(
     shared = view.psum(shared, tp)
     if params.shared_gate is not None:  # each rank of tp has the whole gradient of the gate
         options = matmuls.options
-        logits = router_logits(tokens, params.shared_gate[:, None], axes=options.axes, engine=options.engine)
+        column = params.shared_gate[:, None]
+        logits = router_logits(tokens, column, axes=options.axes, engine=options.engine)
         gate = jax.nn.sigmoid(logits)
         shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
     return y + shared

@@ -146,15 +146,18 @@ def make_plan(
     experts = config.num_experts // ranks
     all_rows = sorted_rows(received_rows, config.top_k, experts, 1, capacity)
     max_rows = allot_rows(assignments, options.buffer_factor, all_rows)
-    limits_rows = max_rows is not all_rows and max_rows < all_rows  # a symbolic size has the worst case itself
+    # A symbolic size has the worst case itself.
+    limits_rows = max_rows is not all_rows and max_rows < all_rows
     limits_slots = slots is not all_slots and slots < all_slots
     align = math.lcm(align_wi, align_wo)
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if limits_rows else None)
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * LATER_ROWS // 20))
 
     reduce_dtype = get_grad_reduce(options.grad_reduce_dtype)
-    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, (ep, (), (), tp), reduce_dtype)
-    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, (ep, tp, ()), reduce_dtype)
+    wi_split = (ep, (), (), tp)
+    wo_split = (ep, tp, ())
+    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, wi_split, reduce_dtype)
+    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, wo_split, reduce_dtype)
     return BlockPlan(
         config=config,
         recipe=recipe,
@@ -185,4 +188,10 @@ def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: 
         return AUTO
     slot_cost = SLOT_COST if axes.size(axes.ep) <= MEASURED_RANKS else 1
     portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
-    return min(portable, key=lambda name: slots * slot_cost if TRANSPORTS[name].has_slots else tokens)
+
+    def cost(name: str) -> float:
+        if TRANSPORTS[name].has_slots:
+            return slots * slot_cost
+        return tokens
+
+    return min(portable, key=cost)

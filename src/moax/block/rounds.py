@@ -226,8 +226,8 @@ def run_backward(
     grads, no_rounds = finish((grads, no_rounds))
     context = Context(p, layouts, saved, inputs, w)
     read_by_round = (gathered, wi_source, dy)
-    dx_overflow, d_weights_overflow, dw = _repeat(context, cursor, read_by_round, run_round, no_rounds)
-    grads, overflow = finish((grads, [dx_overflow, d_weights_overflow]))
+    *overflow, dw = _repeat(context, cursor, read_by_round, run_round, no_rounds)
+    grads, overflow = finish((grads, overflow))
     dx, d_weights = backward_up(p, p.first, halfway, after(overflow, grads), w_gathered.wi)
     dx_overflow, d_weights_overflow = overflow
     return dx + dx_overflow, d_weights + d_weights_overflow, dw
@@ -239,7 +239,11 @@ def use_gathered(w: Weights[Any], gathered: Gathered) -> Weights[Operand]:
     return w._replace(wi=wi, wo=wo)
 
 
-def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, ""]) -> Int[Array, " 3"]:
+def find_overflow(
+    p: BlockPlan,
+    received: Received,
+    exchange_rounds: Int[Array, ""],
+) -> Int[Array, " 3"]:
     """Returns where the loop of overflow rounds begins and ends on this rank, as a `Cursor` in an array."""
     needs_rounds = exchange_rounds > 1
     max_rows = p.first.permute.max_rows
@@ -339,6 +343,11 @@ def after[T](first: PyTree, then: T) -> T:
     """
     if not collectives_may_race():
         return then
-    bounded = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
+
+    def bound(leaf: Array) -> Float[Array, ""]:
+        element = leaf.ravel()[:1].astype(jnp.float32)
+        return jnp.clip(element, -1, 1).sum()
+
+    bounded = [bound(leaf) for leaf in jax.tree.leaves(first)]
     never = sum(bounded) < -2 * len(bounded)  # always False, which XLA does not know
     return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)

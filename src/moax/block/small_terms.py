@@ -101,14 +101,27 @@ def grad_down(
     return grads
 
 
-def low_rank(p: BlockPlan, x: Float[Array, "N K"], a: Array, b: Array, groups: Groups) -> Float[Array, "N C"]:
+def low_rank(
+    p: BlockPlan,
+    x: Float[Array, "N K"],
+    a: Array,
+    b: Array,
+    groups: Groups,
+) -> Float[Array, "N C"]:
     """Returns (x a) b of an adapter, a partial sum where mesh axes split K; a rank is small, so XLA multiplies."""
     local = implementation(DEFAULT)
     low = local.matmul(x, a, groups, p.dtype)
     return local.matmul(low, b.reshape(*b.shape[:2], -1), groups, p.dtype)
 
 
-def low_rank_grad(p: BlockPlan, x: Any, a: Array, b: Array, dy: Any, groups: Groups) -> tuple[Array, Array, Array]:
+def low_rank_grad(
+    p: BlockPlan,
+    x: Any,
+    a: Array,
+    b: Array,
+    dy: Any,
+    groups: Groups,
+) -> tuple[Array, Array, Array]:
     """Returns dx, d_a and d_b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy."""
     local = implementation(DEFAULT)
     matrices = b.reshape(*b.shape[:2], -1)

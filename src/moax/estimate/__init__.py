@@ -391,7 +391,12 @@ def _count_operations(config: MoEConfig, tp: int, tokens: int, remat: bool) -> t
 
 
 def _plan(
-    config: MoEConfig, axes: ResolvedAxes, tokens: int, options: Options, dtype: np.dtype, hardware: Hardware
+    config: MoEConfig,
+    axes: ResolvedAxes,
+    tokens: int,
+    options: Options,
+    dtype: np.dtype,
+    hardware: Hardware,
 ) -> BlockPlan:
     """Returns the plan of the experts on the mesh in force."""
     name = find_transport(options.exchange, axes)

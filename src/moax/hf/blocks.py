@@ -34,7 +34,10 @@ def stem_of(start: str, number: int) -> str:
     return start.removesuffix(f"{number}.")
 
 
-def moe_blocks(state: State, layouts: Sequence[BlockLayout]) -> Iterator[tuple[int, str, BlockLayout]]:
+def moe_blocks(
+    state: State,
+    layouts: Sequence[BlockLayout],
+) -> Iterator[tuple[int, str, BlockLayout]]:
     """Yields (layer, start of its names, layout) where a down projection is there."""
     layers = {(int(match[1]), match[0]) for match in map(LAYER.match, state) if match}
     for number, start in sorted(layers):

@@ -236,7 +236,9 @@ def decode_mxfp4(
 
 
 def decode_fp8(
-    data: Float8e4m3fn[np.ndarray, "*E R C"], scale_inv: Float[np.ndarray, "*E A B"], dtype: np.dtype
+    data: Float8e4m3fn[np.ndarray, "*E R C"],
+    scale_inv: Float[np.ndarray, "*E A B"],
+    dtype: np.dtype,
 ) -> Float[np.ndarray, "*E R C"]:
     """Multiplies in float32 and rounds to `dtype`; A = ceil(R / 128), B = ceil(C / 128)."""
     rows, columns = data.shape[-2:]

@@ -163,7 +163,11 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
 
 
-def overlap(shard: Slices, region: Slices, shape: Sequence[int]) -> tuple[tuple[np.int32, ...], Slices] | None:
+def overlap(
+    shard: Slices,
+    region: Slices,
+    shape: Sequence[int],
+) -> tuple[tuple[np.int32, ...], Slices] | None:
     """Returns the common part of a shard and a region of an array: its start in the shard, its slices of the region."""
     start = []
     in_region = []

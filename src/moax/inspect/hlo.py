@@ -291,7 +291,10 @@ def _id_lists(text: str) -> Groups:
     return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text)))
 
 
-def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Value, ...], tuple[Value, ...]]]:
+def trace(
+    program: Hlo,
+    results: Sequence[Value],
+) -> dict[Array, tuple[tuple[Value, ...], tuple[Value, ...]]]:
     """Returns {array of a collective: (the parameters whose elements it has, the results that have its elements)}.
 
     `results` has the names and whole shapes of the results; the text tells only their number.
@@ -351,7 +354,12 @@ class _Flow:
                 result = sources[name]
         return result
 
-    def _step(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
+    def _step(
+        self,
+        computation: str,
+        instruction: Instruction,
+        operands: tuple[Sources, ...],
+    ) -> Sources:
         """Returns the sources of the result of an instruction."""
         opcode = instruction.opcode
         called = [callee for _, callee in instruction.calls if callee in self.program.computations]
@@ -390,7 +398,12 @@ class _Flow:
                 return state
             state = next_state
 
-    def _cross(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
+    def _cross(
+        self,
+        computation: str,
+        instruction: Instruction,
+        operands: tuple[Sources, ...],
+    ) -> Sources:
         """Returns the sources of the results of a collective: those of its operands, and the results themselves."""
         arrays = [(computation, instruction.name, i) for i in range(len(instruction.elements))]
         if len(operands) != len(arrays):

@@ -354,7 +354,13 @@ def unflatten_tokens(
     return jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(*leading, *columns)))
 
 
-def _on_shards(local: Callable, x: Array, view: MeshView, dims: Sequence[Names], result_dims: Sequence[Names]) -> Array:
+def _on_shards(
+    local: Callable,
+    x: Array,
+    view: MeshView,
+    dims: Sequence[Names],
+    result_dims: Sequence[Names],
+) -> Array:
     """Returns local(shard) of every device, for x and a result whose leading dims the same axes split."""
     names = {name for entry in dims for name in entry}
     on_shards = jax.shard_map(

@@ -158,7 +158,13 @@ def update_router_bias(
     return jnp.where(finite, new, bias)
 
 
-def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
+def sum_losses(
+    config: RouterConfig,
+    logits: Float[Array, "T E"],
+    log_scores,
+    mask,
+    balance,
+) -> Sums:
     """Returns the Sums of one device, with the `balance` [T, E] of `balance_sequences`."""
     sum_of_shares = None
     sum_of_z = None
@@ -255,7 +261,9 @@ def count_needed_bias(
     return zeros.at[experts, bins].add(counted, mode="drop")
 
 
-def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
+def _find_bins(
+    bias: Float[Array, "*layers E"],
+) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
     """Returns the lower end of the bins and the width of a bin, from the finite biases."""
     finite = jnp.isfinite(bias)
     low = jnp.where(finite, bias, jnp.inf).min(-1, keepdims=True) - 1.0

@@ -269,7 +269,14 @@ def _make_spec(
     return GroupedSpec(weight, align, out, product, apart)
 
 
-def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[Array, " groups"] | None, bias):
+def _grouped_matmul(
+    view: MeshView,
+    static: GroupedSpec,
+    x,
+    w,
+    group_sizes: Int[Array, " groups"] | None,
+    bias,
+):
     """Runs `grouped_matmul`. With `group_sizes` None one group holds all rows."""
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
         sums = x.sum(1).astype(static.out)
@@ -372,7 +379,13 @@ def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: N
     return kernels.quantize_for_matmul(rows, weight.recipe, role, packed.groups, amax_axes, **wanted)
 
 
-def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = False) -> OpSharding:
+def _sharding(
+    static: GroupedSpec,
+    operands,
+    operand_specs,
+    *,
+    backward: bool = False,
+) -> OpSharding:
     """Returns the layout of a direction: rows are split as tokens are, and y is summed over the axes that split K."""
     _, w, group_sizes, bias_or_dy, gathered = operands
     weight = static.weight

@@ -349,7 +349,15 @@ def _divide_by_sum(columns: list[Array]) -> list[Array]:
     return [column / total for column in columns]
 
 
-def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
+def route_backward(
+    static: RouteSpec,
+    logits,
+    experts,
+    choice: Choice,
+    weights,
+    d_weights,
+    d_sums: Sums,
+):
     """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
     config = static.config
     num_experts = logits.shape[1]

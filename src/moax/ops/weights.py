@@ -81,7 +81,11 @@ class WeightLayout(NamedTuple):
         return tuple(n * axes.size(names) for n, names in zip(shape, self.gather, strict=True))
 
 
-def find_layout(weight: WeightSpec, known_spec: Spec | None = None, ndim: int | None = None) -> WeightLayout:
+def find_layout(
+    weight: WeightSpec,
+    known_spec: Spec | None = None,
+    ndim: int | None = None,
+) -> WeightLayout:
     """Returns the layout by the spec that a weight is known to have, else by the declared one.
 
     Dim i stays split over `kept[i]` in a product, and is gathered over the other axes of its entry: with the spec
@@ -134,7 +138,12 @@ def _name_axes(names: Names) -> str:
     return f"mesh {word} {', '.join(map(repr, names))}"
 
 
-def make_shard(view: MeshView, static: GatherSpec, w: Array, quantized: QuantizedWeight | None) -> WeightShard:
+def make_shard(
+    view: MeshView,
+    static: GatherSpec,
+    w: Array,
+    quantized: QuantizedWeight | None,
+) -> WeightShard:
     """Returns what each device sends of a weight: its shard, quantized for one use, or w where nothing is quantized.
 
     With `quantized`, which `moax.quantize_params` makes, nothing reads the values of w.
@@ -145,7 +154,11 @@ def make_shard(view: MeshView, static: GatherSpec, w: Array, quantized: Quantize
     return shard
 
 
-def _choose_shard(static: GatherSpec, w: Array, quantized: QuantizedWeight | None) -> WeightShard | None:
+def _choose_shard(
+    static: GatherSpec,
+    w: Array,
+    quantized: QuantizedWeight | None,
+) -> WeightShard | None:
     """Returns the shard that is there, or None where w must be quantized for the use."""
     quantizes = static.weight.recipe.w is not None
     if quantized is None:
@@ -162,7 +175,12 @@ def gather_weight(view: MeshView, static: GatherSpec, w: Array, shard: WeightSha
     return gathered
 
 
-def gather_shard(static: GatherSpec, layout: WeightLayout, shard: WeightShard, w: Array | None) -> tuple[Operand]:
+def gather_shard(
+    static: GatherSpec,
+    layout: WeightLayout,
+    shard: WeightShard,
+    w: Array | None,
+) -> tuple[Operand]:
     """Runs `gather_weight` on one device; nothing reads the values of w."""
     weight = static.weight
     recipe = weight.recipe
@@ -182,7 +200,11 @@ def gather_shard(static: GatherSpec, layout: WeightLayout, shard: WeightShard, w
 
 
 def gather_on_device(
-    weight: WeightSpec, use: Use, layout: WeightLayout, w: Array, quantized: QuantizedWeight | None = None
+    weight: WeightSpec,
+    use: Use,
+    layout: WeightLayout,
+    w: Array,
+    quantized: QuantizedWeight | None = None,
 ) -> Operand:
     """Quantizes and gathers a weight on one device, for an op whose own step that is."""
     static = GatherSpec(weight, use, quantized is not None)
@@ -212,7 +234,12 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
     return tuple(_shard_specs(weight, layout, shape, use) for use in USES)
 
 
-def _shard_specs(weight: WeightSpec, layout: WeightLayout, shape: Sequence[int], use: Use) -> QShard[Spec]:
+def _shard_specs(
+    weight: WeightSpec,
+    layout: WeightLayout,
+    shape: Sequence[int],
+    use: Use,
+) -> QShard[Spec]:
     """Returns the specs of a weight of this whole shape that is quantized for one use, in a layout of the weight."""
     format = cast(Format, weight.recipe.w)
     kernels = implementation(weight.kernels)

@@ -85,7 +85,13 @@ def quantize_for_matmul(
         return operand, wgrad_operand
 
 
-def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
+def quantize_shard(
+    w: Array,
+    recipe: Recipe,
+    use: Use,
+    gather: Sequence[Names],
+    amax_over: Names,
+) -> QShard:
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = cast(Format, recipe.w)
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)

@@ -346,7 +346,15 @@ def run(
     return kernel(*operands)
 
 
-def contract(tile: TileConfig, steps, number, full, empty, multiply: Callable, count: int = 1) -> list:
+def contract(
+    tile: TileConfig,
+    steps,
+    number,
+    full,
+    empty,
+    multiply: Callable,
+    count: int = 1,
+) -> list:
     """Returns `count` products [64, tile_n] f32 of a consumer, over `steps` stages of 16-bit operands.
 
     multiply(slot, accs) begins to add the products of a stage to accumulators; see `run` for the other arguments.
