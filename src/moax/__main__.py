@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(print_estimate(words))
     try:
         jax.device_count()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform of `jax_platforms`.
+    # JAX asserts that this machine has a platform of `jax_platforms`.
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).strip()
         if not reason:
             reason = f"this machine has none of the platforms {jax.config.jax_platforms}"

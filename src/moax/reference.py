@@ -128,8 +128,10 @@ def activate(
         return jax.nn.gelu(up, approximate=True)
     if activation in ("relu2", "squared_relu"):
         return jnp.maximum(up, 0.0) ** 2
-    if activation in ("reglu", "glu"):
-        return up * (jnp.maximum(gate, 0.0) if activation == "reglu" else 1.0 / (1.0 + jnp.exp(-gate)))
+    if activation == "reglu":
+        return up * jnp.maximum(gate, 0.0)
+    if activation == "glu":
+        return up * (1.0 / (1.0 + jnp.exp(-gate)))
     if activation == "quick_gelu":
         return up / (1.0 + jnp.exp(-1.702 * up))
     return up if activation == "linear" else getattr(jax.nn, activation)(up)
@@ -180,24 +182,44 @@ def moe(
     """
     f32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    read = tokens if router_input is None else router_input.reshape(tokens.shape).astype(jnp.float32)
+    read = tokens
+    if router_input is not None:
+        read = router_input.reshape(tokens.shape).astype(jnp.float32)
     logits = jnp.einsum("th,he->te", read, f32.router, precision=HIGHEST)
     if f32.logits_bias is not None:
         logits = logits + f32.logits_bias[None, :]
-    routing = route(logits, config.router, config.top_k, f32.router_bias, experts=experts, sequences=sequences)
-    weights = routing.weights if weights is None else weights
-    weights = weights if f32.expert_scale is None else weights * f32.expert_scale[routing.experts]
-    weights = weights if kept is None else jnp.where(kept, weights, 0.0)
+    routing = route(
+        logits,
+        config.router,
+        config.top_k,
+        f32.router_bias,
+        experts=experts,
+        sequences=sequences,
+    )
+    if weights is None:
+        weights = routing.weights
+    if f32.expert_scale is not None:
+        weights = weights * f32.expert_scale[routing.experts]
+    if kept is not None:
+        weights = jnp.where(kept, weights, 0.0)
 
     act = config.activation, config.activation_limit
     chose = routing.experts[None] == jnp.arange(config.num_experts)[:, None, None]  # [E, T, K]
     weight = jnp.where(chose, weights[None], 0.0).sum(-1)[..., None]
-    before, after = (weight, 1.0) if config.weights_at == "input" else (jnp.ones_like(weight), weight)
-    rows = tokens if f32.latent_down is None else jnp.einsum("th,hl->tl", tokens, f32.latent_down, precision=HIGHEST)
+    before = jnp.ones_like(weight)
+    after = weight
+    if config.weights_at == "input":
+        before = weight
+        after = 1.0
+    rows = tokens
+    if f32.latent_down is not None:
+        rows = jnp.einsum("th,hl->tl", tokens, f32.latent_down, precision=HIGHEST)
     run_experts = jax.vmap(lambda w, wi, wo, bi, bo: expert(w * rows, wi, wo, bi, bo, *act))
-    out = run_experts(before, f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H or L]: every expert on every token
+    # [E, T, H or L]: every expert on every token
+    out = run_experts(before, f32.wi, f32.wo, f32.bi, f32.bo)
     y = jnp.where(chose.any(-1)[..., None], after * out, 0.0).sum(0)
-    y = y if f32.latent_up is None else jnp.einsum("tl,lh->th", y, f32.latent_up, precision=HIGHEST)
+    if f32.latent_up is not None:
+        y = jnp.einsum("tl,lh->th", y, f32.latent_up, precision=HIGHEST)
     if f32.shared_wi is not None:
         shared = expert(tokens, f32.shared_wi, f32.shared_wo, None, None, *act)
         gate = 1.0 if f32.shared_gate is None else jax.nn.sigmoid(tokens @ f32.shared_gate)[:, None]

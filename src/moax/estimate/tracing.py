@@ -18,10 +18,24 @@ from jax.interpreters import partial_eval
 from moax.exchange.transport import Transfer, collective
 from moax.mesh.axes import ResolvedAxes, as_names
 
-KINDS = {"psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "all_to_all": "all-to-all",
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter"}  # fmt: skip
-CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr", "custom_vmap_call": "call",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
+CALLS = {
+    "jit": "jaxpr",
+    "shard_map": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_vmap_call": "call",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 # Each result of these is an operand.
 SAME = frozenset(
     "optimization_barrier name reshard moax_first_derivative pcast run_state reshape squeeze expand_dims "

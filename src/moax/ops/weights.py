@@ -64,8 +64,10 @@ class GatherSpec:
 
     weight: WeightSpec
     use: Use
-    prequantized: bool = False  # the shard is of `moax.quantize_params`, and has the declared layout
-    scales_first: bool = False  # the values start when the scales have arrived, so that no small collective waits
+    # The shard is of `moax.quantize_params`, and has the declared layout.
+    prequantized: bool = False
+    # The values start when the scales have arrived, so that no small collective waits.
+    scales_first: bool = False
 
 
 class WeightLayout(NamedTuple):
