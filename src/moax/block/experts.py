@@ -41,7 +41,6 @@ from moax.ops.weights import (
     WeightSpec,
     find_layout,
     gather_weight,
-    make_shard,
     quantized_specs,
     scatter_gradient,
 )
@@ -74,16 +73,13 @@ def apply_experts(
 
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     quantized_wi, quantized_wo = quantized
-    wi_gather = GatherSpec(p.wi, "fprop", quantized_wi is not None)
-    wo_gather = GatherSpec(p.wo, "fprop", quantized_wo is not None)
-    wi = make_shard(view, wi_gather, w.wi, quantized_wi)
-    wo = make_shard(view, wo_gather, w.wo, quantized_wo)
+    tokens = Spec(p.axes.tokens, None)
+    gathered_wi = gather_weight(view, GatherSpec(p.wi, "fprop"), w.wi, quantized_wi)
     # Collectives run in the order of their starts, and the first matmul reads wi: the gather of wo starts when the
     # routing is known.
-    wo, _ = lax.optimization_barrier((wo, inputs.experts))
-    gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
-    gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
-    gathered = (gathered_wi, gathered_wo)
+    wo_gather = GatherSpec(p.wo, "fprop", after=(tokens,))
+    gathered_wo = gather_weight(view, wo_gather, w.wo, quantized_wo, inputs.experts)
+    gathered = (gathered_wi.operand, gathered_wo.operand)
     y, dropped, rounds, saved = _forward_op(view, p, inputs, w, gathered)
     # A policy of `jax.checkpoint` knows the residuals by these names.
     rows, h, *planned = saved
@@ -99,19 +95,17 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     saved, inputs, w, quantized = residuals
     quantized_wi, quantized_wo = quantized
-    wi_gather = GatherSpec(p.wi, "dgrad", quantized_wi is not None, scales_first=True)
-    wo_gather = GatherSpec(p.wo, "dgrad", quantized_wo is not None)
-    wi = make_shard(view, wi_gather, w.wi, quantized_wi)
-    wo = make_shard(view, wo_gather, w.wo, quantized_wo)
-    # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
-    # the rows that backward makes again. The first matmul reads wo. The gather of wo needs forward alone, so that XLA
-    # may start it before dy is there. The gather of wi starts behind it, and behind the scales of both.
-    wo, _ = lax.optimization_barrier((wo, saved.plan.group_sizes))
-    behind_wo = (wi, inputs, cotangents[0], wo)
-    wi, inputs, dy, _ = lax.optimization_barrier(behind_wo)
-    gathered_wi = gather_weight(view, wi_gather, w.wi, wi)
-    gathered_wo = gather_weight(view, wo_gather, w.wo, wo)
-    gathered = (gathered_wi, gathered_wo)
+    own = Spec(p.axes.all)
+    tokens = Spec(p.axes.tokens, None)
+    # XLA must not keep the rows that backward makes again.
+    inputs, dy = lax.optimization_barrier((inputs, cotangents[0]))
+    # The first matmul reads wo. The gather of wo needs forward alone, so that XLA may start it before dy is there. The
+    # gather of wi starts behind it, and behind the scales of both.
+    wo_gather = GatherSpec(p.wo, "dgrad", after=(own,))
+    gathered_wo = gather_weight(view, wo_gather, w.wo, quantized_wo, saved.plan.group_sizes)
+    wi_gather = GatherSpec(p.wi, "dgrad", after=(tokens, own), scales_first=True)
+    gathered_wi = gather_weight(view, wi_gather, w.wi, quantized_wi, dy, gathered_wo.quantized)
+    gathered = (gathered_wi.operand, gathered_wo.operand)
     operands = BackwardOperands(inputs, w, gathered, saved, quantized, dy)
     dx, d_weights, *d_small, (d_wi, d_wo) = _backward_op(view, p, *operands)
     d_wi = _scatter(view, p.wi, d_wi, w.wi)

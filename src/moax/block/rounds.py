@@ -52,7 +52,7 @@ from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
 from moax.ops.dispatch_combine import combine_forward, dispatch_forward
 from moax.ops.permutation import count_rows
-from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_on_device
+from moax.ops.weights import GatherSpec, QuantizedWeight, WeightLayout, find_layout, gather_shard
 from moax.types import Received
 
 Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
@@ -209,7 +209,7 @@ def run_backward(
         dx_sum, d_weights_sum, dw = total
         w_fprop = w
         if wi_source is not None:
-            w_fprop = w._replace(wi=gather_on_device(p.wi, "fprop", layouts[0], *wi_source))
+            w_fprop = w._replace(wi=gather_shard(GatherSpec(p.wi, "fprop"), layouts[0], *wi_source).operand)
         halfway = forward_up(p, p.later, received, w_fprop, keep=True, start=start)
         h, dy = finish((halfway.saved.h, dy))  # one exchange's buffers are in memory at a time
         halfway = Halfway(halfway.saved._replace(h=h), halfway.groups)

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
@@ -288,8 +287,7 @@ def _grouped_matmul(
 def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     gathered = None
     if static.apart:
-        spec = GatherSpec(static.weight, "fprop")
-        gathered = weights.gather_weight(view, spec, w, weights.make_shard(view, spec, w, None))
+        gathered = weights.gather_weight(view, GatherSpec(static.weight, "fprop"), w, None).operand
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
     if view.engine == "custom_partitioning":
@@ -299,15 +297,11 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
 
 def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
-    # w is gathered again, so XLA must not keep the gathered w of forward. The gather waits for nothing else: behind dy
-    # it would wait for the scatters of the weights behind this one, since collectives run in the order of their starts.
+    # The gather waits for nothing: behind dy it would wait for the scatters of the weights behind this one, since
+    # collectives run in the order of their starts.
     gathered = None
     if static.apart:
-        spec = GatherSpec(static.weight, "dgrad")
-        shard = lax.optimization_barrier(weights.make_shard(view, spec, w, None))
-        gathered = weights.gather_weight(view, spec, w, shard)
-    else:
-        w = lax.optimization_barrier(w)
+        gathered = weights.gather_weight(view, GatherSpec(static.weight, "dgrad"), w, None).operand
     dy = dy.astype(static.weight.dtype)
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
     if static.apart:
@@ -323,7 +317,7 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
     kernels = implementation(static.weight.kernels)
     if gathered is None:
-        gathered = weights.gather_on_device(static.weight, "fprop", layout, w)
+        gathered = weights.gather_shard(GatherSpec(static.weight, "fprop"), layout, w, None).operand
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     contracted = layout.kept[1]
     rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
@@ -340,7 +334,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     dtype = weight.dtype
     kernels = implementation(weight.kernels)
     if gathered is None:
-        gathered = weights.gather_on_device(weight, "dgrad", layout, w)
+        gathered = weights.gather_shard(GatherSpec(weight, "dgrad"), layout, w, None).operand
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     contracted = layout.kept[1]

@@ -1,13 +1,12 @@
 """Weights on a mesh: each device quantizes its shard, and gathers the weight before a product.
 
-    quantize  shard = quantize(w shard)                           one byte an element, and the scales
-    gather    operand = all_gather(shard)                         over fsdp
+    gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
-Each is an op of its own, so that a barrier between quantize and gather can say when the wire starts: the quantization
-then reads its layer from a stack of weights in place, where a barrier before it would make XLA copy the layer. Gathered
-weights and partial gradients are per-device arrays: their leading dim is sharded over all mesh axes. The gather does
-not depend on tokens, so that it can overlap the work before the product.
+Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
+over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the product. A barrier
+between quantize and all_gather says when the wire starts: the quantization then reads its layer from a stack of weights
+in place, where a barrier in front of it would make XLA copy the layer.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
-from moax.recipe import Format, Recipe, Use
+from moax.recipe import Recipe, Use
 from moax.types import QShard
 
 # A QShard for each of `USES`, or one array in the dtype of products where the recipe has no format of weights.
 QuantizedWeight = tuple[Any, ...]
-WeightShard = Any  # a QShard, or an array where the recipe has no format of weights
 USES: tuple[Use, Use] = ("fprop", "dgrad")
 
 
@@ -64,10 +62,21 @@ class GatherSpec:
 
     weight: WeightSpec
     use: Use
-    # The shard is of `moax.quantize_params`, and has the declared layout.
-    prequantized: bool = False
-    # The values start when the scales have arrived, so that no small collective waits.
-    scales_first: bool = False
+    after: tuple[Spec, ...] = ()  # of the arrays that the wire waits for
+    scales_first: bool = False  # the values start when the scales have arrived, so that no small collective waits
+
+
+class GatheredWeight(NamedTuple):
+    """A gathered weight, and a sign of its gather.
+
+    Attributes:
+      operand: the whole weight as each device's operand of a matmul: over K for `fprop`, over *C for `dgrad`.
+      quantized: zeros, a number a device, which are there when the shard is quantized. A gather that waits for them
+        starts behind this one.
+    """
+
+    operand: Operand
+    quantized: Array
 
 
 class WeightLayout(NamedTuple):
@@ -140,81 +149,50 @@ def _name_axes(names: Names) -> str:
     return f"mesh {word} {', '.join(map(repr, names))}"
 
 
-def make_shard(
-    view: MeshView,
-    static: GatherSpec,
-    w: Array,
-    quantized: QuantizedWeight | None,
-) -> WeightShard:
-    """Returns what each device sends of a weight: its shard, quantized for one use, or w where nothing is quantized.
+def gather_weight(
+    view: MeshView, static: GatherSpec, w: Array, quantized: QuantizedWeight | None, *after: Array
+) -> GatheredWeight:
+    """Quantizes the shards of a weight, waits for the arrays `after`, and gathers the weight.
 
     With `quantized`, which `moax.quantize_params` makes, nothing reads the values of w.
     """
-    shard = _choose_shard(static, w, quantized)
-    if shard is None:
-        return QShard(*_quantize_for(view, static, w))
-    return shard
-
-
-def _choose_shard(
-    static: GatherSpec,
-    w: Array,
-    quantized: QuantizedWeight | None,
-) -> WeightShard | None:
-    """Returns the shard that is there, or None where w must be quantized for the use."""
-    quantizes = static.weight.recipe.w is not None
-    if quantized is None:
-        return None if quantizes else w
-    return quantized[USES.index(static.use)] if quantizes else quantized[0]
-
-
-def gather_weight(view: MeshView, static: GatherSpec, w: Array, shard: WeightShard) -> Operand:
-    """Returns the whole weight as each device's operand of a matmul: over K for `fprop`, over *C for `dgrad`.
-
-    `shard` is the result of `make_shard`. The op needs the layout of w, and not its values.
-    """
-    (gathered,) = _gather(view, static, shard, w)
-    return gathered
+    return GatheredWeight(*_gather(view, static, w, quantized, after))
 
 
 def gather_shard(
     static: GatherSpec,
     layout: WeightLayout,
-    shard: WeightShard,
     w: Array | None,
-) -> tuple[Operand]:
-    """Runs `gather_weight` on one device; nothing reads the values of w."""
+    quantized: QuantizedWeight | None,
+    after: tuple[Array, ...] = (),
+) -> GatheredWeight:
+    """Runs `gather_weight` on one device."""
     weight = static.weight
     recipe = weight.recipe
+    kernels = implementation(weight.kernels)
     gather = layout.gather
-    if static.prequantized:
+    if quantized is not None:
         # A quantized weight has the declared layout, whatever the layout of w is.
         gather = find_layout(weight).gather
+    shard: Any = w
+    if recipe.w is not None:
+        if quantized is None:
+            shard = kernels.quantize_shard(cast(Array, w), recipe, static.use, gather, layout.matrix_axes)
+        else:
+            shard = quantized[USES.index(static.use)]
+    elif quantized is not None:
+        shard = quantized[0]
+    sign = collectives.vary_like(jnp.zeros(1), shard)
+    # Backward gathers a weight again, so that XLA must not keep the weight that forward gathered.
+    if after or static.use == "dgrad":
+        shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     if recipe.w is None:
         whole = collectives.gather_weight(shard.astype(weight.dtype), gather)
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
-        operand = implementation(weight.kernels).gather_shard(
-            shard, recipe, static.use, gather, scales_first=static.scales_first
-        )
+        operand = kernels.gather_shard(shard, recipe, static.use, gather, scales_first=static.scales_first)
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
-    return (lax.optimization_barrier(operand),)
-
-
-def gather_on_device(
-    weight: WeightSpec,
-    use: Use,
-    layout: WeightLayout,
-    w: Array,
-    quantized: QuantizedWeight | None = None,
-) -> Operand:
-    """Quantizes and gathers a weight on one device, for an op whose own step that is."""
-    static = GatherSpec(weight, use, quantized is not None)
-    shard = _choose_shard(static, w, quantized)
-    if shard is None:
-        shard = QShard(*_quantize_one_use(static, layout, w))
-    (gathered,) = gather_shard(static, layout, shard, None)
-    return gathered
+    return GatheredWeight(lax.optimization_barrier(operand), sign)
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
@@ -231,35 +209,28 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
     """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
     layout = find_layout(weight)
-    if weight.recipe.w is None:
+    format = weight.recipe.w
+    if format is None:
         return (layout.spec,)
-    return tuple(_shard_specs(weight, layout, shape, use) for use in USES)
-
-
-def _shard_specs(
-    weight: WeightSpec,
-    layout: WeightLayout,
-    shape: Sequence[int],
-    use: Use,
-) -> QShard[Spec]:
-    """Returns the specs of a weight of this whole shape that is quantized for one use, in a layout of the weight."""
-    format = cast(Format, weight.recipe.w)
     kernels = implementation(weight.kernels)
-    shard_shape = local_shape(shape, layout.spec, weight.axes)
-    scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
-    if not scale_axes:
-        scale_axes = (layout.gather[0], (), ())
-    split = layout.kept
-    if format.block is None:
-        split = (split[0], (), ())
-    elif len(scale_axes) < len(split):  # the columns of the scales are one dim
-        split = (*split[:2], sum(split[2:], ()))
-    data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-    scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
-    if kernels.stores_weight_transposed(weight.recipe, use):
-        data = [data[0], *data[2:], data[1]]
-        scale = [scale[0], *scale[2:], scale[1]]
-    return QShard(Spec(*data), Spec(*scale))
+    specs = []
+    for use in USES:
+        shard_shape = local_shape(shape, layout.spec, weight.axes)
+        scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
+        if not scale_axes:
+            scale_axes = (layout.gather[0], (), ())
+        split = layout.kept
+        if format.block is None:
+            split = (split[0], (), ())
+        elif len(scale_axes) < len(split):  # the columns of the scales are one dim
+            split = (*split[:2], sum(split[2:], ()))
+        data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
+        scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
+        if kernels.stores_weight_transposed(weight.recipe, use):
+            data = [data[0], *data[2:], data[1]]
+            scale = [scale[0], *scale[2:], scale[1]]
+        specs.append(QShard(Spec(*data), Spec(*scale)))
+    return tuple(specs)
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
@@ -279,20 +250,6 @@ def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
     return tuple(arrays)
 
 
-def _quantize_one_use(static: GatherSpec, layout: WeightLayout, w) -> tuple[Array, Array]:
-    weight = static.weight
-    quantize = implementation(weight.kernels).quantize_shard
-    data, scale = quantize(w, weight.recipe, static.use, layout.gather, layout.matrix_axes)
-    return data, scale
-
-
-def _quantize_for_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
-    (w,) = operands
-    layout = find_layout(static.weight, operand_specs[0], w.ndim)
-    specs = _shard_specs(static.weight, layout, w.shape, static.use)
-    return OpSharding((layout.spec,), list(specs), [()] * 2, layout)
-
-
 def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
     layout = find_layout(weight)
     specs = [spec for shard in quantized_specs(weight, operands[0].shape) for spec in shard]
@@ -301,13 +258,11 @@ def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpShardin
 
 def _gather_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
     weight = static.weight
-    _, w = operands
-    layout = find_layout(weight, operand_specs[1], w.ndim)
-    of_shard = find_layout(weight) if static.prequantized else layout
-    specs = of_shard.spec
-    if weight.recipe.w is not None:
-        specs = _shard_specs(weight, of_shard, w.shape, static.use)
-    return OpSharding((specs, layout.spec), (Spec(weight.axes.all),), ((),), layout)
+    w, quantized, _ = operands
+    layout = find_layout(weight, operand_specs[0], w.ndim)
+    specs = None if quantized is None else quantized_specs(weight, w.shape)
+    own = Spec(weight.axes.all)
+    return OpSharding((layout.spec, specs, static.after), (own, own), ((), ()), layout)
 
 
 def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
@@ -336,6 +291,5 @@ def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
-_quantize_for = Op("quantize_weight", _quantize_one_use, "*w -> @, @", sharding=_quantize_for_sharding)
-_gather = Op("gather_weight", gather_shard, "@, *w -> @", sharding=_gather_sharding)
+_gather = Op("gather_weight", gather_shard, "*w, @, @ -> @, @", sharding=_gather_sharding)
 _scatter = Op("scatter_gradient", _scatter_shards, "@, *w -> *w", sharding=_scatter_sharding)
