@@ -184,7 +184,7 @@ class DenseLayer:
     Without a recipe it has the values of the dense layer of Flax, and makes the same parameters from the same key.
     With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.params.dense_spec` gives the layout
     of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A dim over tp
-    stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the columns of y.
+    stays split in the matmul: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the columns of y.
 
     Attributes:
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.

@@ -1,4 +1,4 @@
-"""A recipe has the formats in which x, w and dy enter a product."""
+"""A recipe has the formats in which x, w and dy enter a matmul."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Format:
 @suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The formats of the operands of products. None leaves an operand in the compute dtype.
+    """The formats of the operands of matmuls. None leaves an operand in the compute dtype.
 
     Attributes:
       x: the format of activations, in forward and wgrad.
@@ -121,9 +121,9 @@ class Recipes:
     """A recipe for each projection of a block.
 
     Attributes:
-      wi: the recipe of the product with wi: of x, wi and the gradient of the input of the activation. Its `wire` is the
+      wi: the recipe of the matmul with wi: of x, wi and the gradient of the input of the activation. Its `wire` is the
         format of tokens on their way.
-      wo: the recipe of the product with wo: of the activations, wo and the gradient of y.
+      wo: the recipe of the matmul with wo: of the activations, wo and the gradient of y.
 
     Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
 

@@ -1,6 +1,6 @@
 """The cost of MoE blocks on a mesh: the memory of a device, the bytes of each collective, and the time.
 
-    seconds = operations / rate of products + bytes of device memory / its rate + bytes of collectives / rate of a link
+    seconds = operations / rate of matmuls + bytes of device memory / its rate + bytes of collectives / rate of a link
 
 `estimate` traces `moax.moe` and its gradient on a mesh of described GPUs. It needs no GPU, and compiles nothing. The
 bytes are those of the block itself. The times assume a balanced load and no overlap: compare meshes by them.

@@ -8,7 +8,7 @@
 Rows are ordered as in `moax.kernels.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold
 anything, NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are
 multiplied by w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe
-quantizes each operand along the contracted dim just before its product, and a weight before it is gathered. Sums are
+quantizes each operand along the contracted dim just before its matmul, and a weight before it is gathered. Sums are
 float32.
 
 A dense layer is one group that holds all rows. Its batch and its weight are split over the same axes (fsdp, ep), so it
@@ -62,7 +62,7 @@ class GroupedSpec:
     weight: WeightSpec
     align: int  # each group starts at a multiple of so many rows
     out: np.dtype  # of y
-    product: np.dtype  # of a product before it is rounded to y
+    product: np.dtype  # of a matmul before it is rounded to y
     # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
     # knows over which dims tp splits w, and so the shape of a gathered weight.
     apart: bool

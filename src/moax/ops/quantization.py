@@ -5,7 +5,7 @@
 
 Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
 becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. Quantization has
-no gradient: products quantize inside their own `custom_vjp`.
+no gradient: matmuls quantize inside their own `custom_vjp`.
 
 Rows in groups are ordered as in `moax.kernels.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows,
 block 0 has the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.

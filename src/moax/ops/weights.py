@@ -1,10 +1,10 @@
-"""Weights on a mesh: each device quantizes its shard, and gathers the weight before a product.
+"""Weights on a mesh: each device quantizes its shard, and gathers the weight before a matmul.
 
     gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
 Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
-over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the product. A barrier
+over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the matmul. A barrier
 between quantize and all_gather says when the wire starts: the quantization then reads its layer from a stack of weights
 in place, where a barrier in front of it would make XLA copy the layer.
 """
@@ -31,7 +31,7 @@ from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
 from moax.recipe import Recipe, Use
 from moax.types import QShard
 
-# A QShard for each of `USES`, or one array in the dtype of products where the recipe has no format of weights.
+# A QShard for each of `USES`, or one array in the dtype of matmuls where the recipe has no format of weights.
 QuantizedWeight = tuple[Any, ...]
 USES: tuple[Use, Use] = ("fprop", "dgrad")
 
@@ -45,8 +45,8 @@ class WeightSpec:
     axes: ResolvedAxes
     recipe: Recipe
     kernels: str
-    dtype: np.dtype  # of the products
-    # The axes that split each dim also in a product. None keeps ep on E, and tp where the spec has tp.
+    dtype: np.dtype  # of the matmuls
+    # The axes that split each dim also in a matmul. None keeps ep on E, and tp where the spec has tp.
     kept: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
 
@@ -80,7 +80,7 @@ class GatheredWeight(NamedTuple):
 
 
 class WeightLayout(NamedTuple):
-    """The layout of a weight on the mesh: for each dim the axes that split it in a product, and that are gathered."""
+    """The layout of a weight on the mesh: for each dim the axes that split it in a matmul, and that are gathered."""
 
     spec: Spec
     kept: tuple[Names, ...]
@@ -99,7 +99,7 @@ def find_layout(
 ) -> WeightLayout:
     """Returns the layout by the spec that a weight is known to have, else by the declared one.
 
-    Dim i stays split over `kept[i]` in a product, and is gathered over the other axes of its entry: with the spec
+    Dim i stays split over `kept[i]` in a matmul, and is gathered over the other axes of its entry: with the spec
     (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
 
     Raises:
@@ -234,7 +234,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
-    """Returns the weight in its declared layout, quantized on its shards for both kinds of products, or rounded."""
+    """Returns the weight in its declared layout, quantized on its shards for both kinds of matmuls, or rounded."""
     if weight.recipe.w is None:
         return (w.astype(weight.dtype),)
     _, operands = _quantize.lay_out(view, weight, w)
