@@ -171,6 +171,23 @@ def test_every_result_is_printed():
     assert max(len(path.read_text()) for path in RESULTS.glob("*.json")) < 30_000
 
 
+def test_the_step_on_four_gpus_is_committed():
+    """Breaks if the page on MaxText shows another number of its step on four GPUs than the file holds."""
+    page = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
+    rows = {row["impl"]: row for row in read_rows("x4_trainer.json")}
+    for impl, label in (("maxtext-tokamax", "MaxText, tokamax, bf16"), ("moax", "moax, bf16, kept weights")):
+        extra = rows[impl]["extra"]
+        times = (rows[impl]["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
+        cells = [
+            *(f"{time:.0f}" for time in times),
+            f"{extra['tokens_per_s']:,.0f}",
+            f"{extra['peak_bytes'] / 1e9:.1f}",
+        ]
+        assert f"| {label} | {' | '.join(cells)} |" in page
+    assert f"takes {rows['maxtext-tokamax']['us'] / rows['moax']['us']:.2f} times moax's" in page
+    assert f"differ by {rows['moax']['extra']['loss_off_maxtext-tokamax']:.2%}".replace("%", " %") in page
+
+
 def test_bytes_are_committed():
     """Breaks if the first number is not the bytes that wire.json holds, or is no longer half of bf16."""
     gathered = {(r["model"], r["recipe"]): r["gathered"] for r in read_rows("wire.json")}
