@@ -6,7 +6,8 @@ and TFLOP/s of one GPU by MaxText's count, the peak of memory of one GPU, and th
 the kernels of the step that take the most time, and on a mesh the time of collectives. `make trainer-h200` and `make
 trainer-gpus` run it; docs/how-to/maxtext-gpu.md says how.
 
-The variants compile side by side and then run one after another: first the most important ones of all cases.
+The variants compile side by side and then run one after another: first the most important ones of all cases. Where
+`--jobs` is smaller than their number, the most important ones also run before the others compile.
 """
 
 from __future__ import annotations
@@ -66,13 +67,18 @@ class Clock:
 
     def __init__(self, seconds: float | None):
         self.reason = f"not started: the {seconds} s of --seconds were over"
+        self.start = time.monotonic()
         self.end = math.inf
         if seconds is not None:
-            self.end = time.monotonic() + seconds
+            self.end = self.start + seconds
 
     def left(self) -> float:
         """Returns the seconds that are left."""
         return self.end - time.monotonic()
+
+    def passed(self) -> float:
+        """Returns the seconds since the clock was made."""
+        return time.monotonic() - self.start
 
     def is_over(self) -> bool:
         """Returns whether no second is left."""
@@ -395,13 +401,13 @@ def main() -> int:
         text = rows[-1].note
         if rows[-1].us:
             text = f"{rows[-1].us / 1e3:.1f} ms a step"
-        say(f"{variant.name}: {text}")
+        say(f"{variant.name}: {text}, {clock.passed():.0f} s after the start")
 
     # One layer compiles alone: XLA then times the products that all variants share on an idle GPU.
     for variant in variants[:1]:
         warm(variant).compile(clock)
-    for _, wave in itertools.groupby(variants, key=lambda one: one.way.rank):
-        measure(list(wave), clock, args.jobs, write)
+    for wave in split_waves(variants, args.jobs):
+        measure(wave, clock, args.jobs, write)
     report.save(args.out, head, rows)
     report.show(head, rows)
     if find_spec("matplotlib") is None:
@@ -413,11 +419,19 @@ def main() -> int:
     return 0
 
 
+def split_waves(variants: list[Variant], jobs: int) -> list[list[Variant]]:
+    """Returns the variants that compile together: all of them, or those of each rank where there are more than jobs."""
+    if len(variants) <= jobs:
+        return [variants]
+    return [list(wave) for _, wave in itertools.groupby(variants, key=lambda one: one.way.rank)]
+
+
 def measure(variants: list[Variant], clock: Clock, jobs: int, write: Callable[[Variant], None]) -> None:
     """Compiles the variants side by side, and runs one after another; `write` takes each that has ended."""
-    say(f"compiling {len(variants)} variants, {jobs} at a time")
+    say(f"compiling {len(variants)} variants, {jobs} at a time, {clock.passed():.0f} s after the start")
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda variant: variant.compile(clock), variants))
+    say(f"compiled {clock.passed():.0f} s after the start")
     for failed in (one for one in variants if one.why):
         write(failed)
     ready = [one for one in variants if not one.why]
