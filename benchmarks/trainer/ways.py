@@ -151,6 +151,8 @@ EXCHANGES = {
     "-ring": " use_ring_of_experts=True use_ragged_sort=True ragged_buffer_factor=1.5"
     " ragged_gather_fallback=True ragged_gather_reduce_fallback=True",
 }
+# fsdp splits a weight along H. With the setting it splits whole experts, where the expert axis has one rank.
+LAYOUTS = {"": "", "-experts": " shard_exp_on_fsdp=True"}
 NOTES = {"-ring": "drops what exceeds 1.5 times the balanced rows of a GPU"}
 
 
@@ -168,22 +170,26 @@ def list_ways(mesh: Mesh | None, microbatches: int) -> list[Way]:
 
 
 def _on_mesh(mesh: Mesh) -> Iterator[Way]:
+    layout = ""
     if mesh.expert > 1:
-        exchanges = EXCHANGES
+        choices = EXCHANGES
+    elif mesh.fsdp > 1:
+        choices = LAYOUTS
+        layout = LAYOUTS["-experts"].strip()
     else:
-        exchanges = {"": ""}
+        choices = {"": ""}
     overlap = mesh.fsdp > 1
-    for name, settings in exchanges.items():
+    for name, settings in choices.items():
         yield Way("maxtext-tokamax" + name, TOKAMAX + settings, note=NOTES.get(name, ""))
-    yield Way(OURS, kept=True, note=CAST, overlap=overlap)
-    yield Way(OURS, recipe="fp8_block", kept=True, overlap=overlap)
-    yield Way(OURS, rank=1, overlap=overlap)
-    yield Way(OURS, recipe="fp8_block", rank=1, overlap=overlap)
+    yield Way(OURS, layout, kept=True, note=CAST, overlap=overlap)
+    yield Way(OURS, layout, recipe="fp8_block", kept=True, overlap=overlap)
+    yield Way(OURS, layout, rank=1, overlap=overlap)
+    yield Way(OURS, layout, recipe="fp8_block", rank=1, overlap=overlap)
     yield dataclasses.replace(CAPACITY, rank=1)
-    for name, settings in exchanges.items():
+    for name, settings in choices.items():
         note = ", ".join(filter(None, ("compiled with moax.OVERLAP_OPTIONS", NOTES.get(name))))
         yield Way(f"maxtext-tokamax{name}-overlap", TOKAMAX + settings, note=note, rank=1, overlap=True)
-    for name, settings in exchanges.items():
+    for name, settings in choices.items():
         yield Way("maxtext-ragged_dot" + name, RAGGED_DOT + settings, note=NOTES.get(name, ""), rank=2)
 
 

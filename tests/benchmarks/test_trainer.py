@@ -44,6 +44,7 @@ def test_the_first_ways_of_a_mesh_are_those_that_a_reader_compares(mesh):
     first = [(way.name, way.label) for way in ways.list_ways(mesh, 4) if way.rank == 0]
     assert {name for name, _ in first if name != OURS} <= {
         "maxtext-tokamax",
+        "maxtext-tokamax-experts",
         "maxtext-tokamax-ring",
         "maxtext-tokamax-all_to_all",
     }
@@ -56,6 +57,16 @@ def test_the_names_of_ways_differ(mesh):
     """Breaks if two variants share a folder, or a row cannot be told from another."""
     names = [(way.name, way.label) for way in ways.list_ways(mesh, 4)]
     assert len(set(names)) == len(names)
+
+
+def test_whole_experts_are_split_where_maxtext_can():
+    """Breaks if moax's rows copy weights around their gathers, or if MaxText is not measured in the same layout."""
+    for mesh in (Mesh(4, 1), Mesh(2, 2), Mesh(1, 4)):
+        by_experts = {way.name for way in ways.list_ways(mesh, 4) if "shard_exp_on_fsdp=True" in way.settings}
+        if mesh == Mesh(4, 1):
+            assert {OURS, "maxtext-tokamax-experts", "maxtext-tokamax-experts-overlap"} <= by_experts
+        else:
+            assert not by_experts
 
 
 def test_moax_overlaps_where_weights_cross():

@@ -43,6 +43,7 @@ def config(block: str = "mixtral", **settings) -> SimpleNamespace:
         mlp_activations_limit=-1.0,
         mlp_bias=False,
         prefuse_moe_weights=False,
+        shard_exp_on_fsdp=False,
         te_moe_block=False,
         use_random_routing=False,
         scan_layers=False,
@@ -238,6 +239,17 @@ def test_run_layer_is_the_layer_of_maxtext():
                 want[place] += weight * np.asarray(hidden @ routed.wo[expert])
         np.testing.assert_allclose(y, want, rtol=2e-4, atol=2e-5)
         assert loss == 0 and update is None
+
+
+def test_the_axes_split_what_maxtext_splits():
+    """Breaks if kept weights are resharded from E to H in each step, or if the axes of a caller are replaced."""
+    options = moax.Options(axes=maxtext.AXES)
+    by_experts = maxtext.options_of(config(shard_exp_on_fsdp=True), options)
+    assert by_experts.axes.fsdp_dim == "experts"
+    assert by_experts.axes.names == maxtext.AXES.names
+    assert maxtext.options_of(config(), options) == options
+    own = moax.Options(axes=moax.Axes(fsdp_dim="model"))
+    assert maxtext.options_of(config(shard_exp_on_fsdp=True), own) == own
 
 
 def test_one_weight_of_gate_and_up_is_both():

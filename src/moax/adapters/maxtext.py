@@ -9,6 +9,7 @@ other words. `fp8_block+kept` also quantizes the weights once a step, for all mi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -38,6 +39,8 @@ AXES = Axes(
     other="stage",
     fsdp_dim="model",
 )
+# MaxText's `shard_exp_on_fsdp` splits E in place of H. A gather along the first dim needs no copy.
+AXES_BY_EXPERTS = dataclasses.replace(AXES, fsdp_dim="experts")
 KEPT = "+kept"
 USAGE = f"""usage: python -m moax.adapters.maxtext RECIPE base.yml [setting=value ...]
 
@@ -107,7 +110,8 @@ def install(*, kept: bool = False, **options: Unpack[OptionKeywords]) -> None:
     Args:
       kept: whether the weights are quantized once a step, for all microbatches of it, or cast to MaxText's `dtype`
         where `recipe` is None. MaxText must then have `scan_layers=False`, and `gradient_accumulation_steps` above 1.
-      **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes.
+      **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes, and
+        `AXES_BY_EXPERTS` with MaxText's `shard_exp_on_fsdp=True`.
 
     Raises:
       ModuleNotFoundError: MaxText is not installed.
@@ -172,7 +176,7 @@ def run_layer(
         x.astype(layer.config.dtype),
         params_of(layer, dtype),
         config,
-        options,
+        options_of(layer.config, options),
         router_input=gate_inputs,
         routing=routing,
         quantized=quantized,
@@ -204,6 +208,18 @@ def config_of(layer: Any) -> MoEConfig:
         use_bias=config.mlp_bias,
         router=router_of(config),
     )
+
+
+def options_of(config: Any, options: Options) -> Options:
+    """Returns the options with the axes of the layout that MaxText's settings give the experts' weights.
+
+    Args:
+      config: MaxText's config.
+      options: the options of `moax.moe`. Axes other than `AXES` stay as they are.
+    """
+    if config.shard_exp_on_fsdp and options.axes == AXES:
+        return dataclasses.replace(options, axes=AXES_BY_EXPERTS)
+    return options
 
 
 def params_of(layer: Any, dtype: DTypeLike | None = None) -> MoEParams:
@@ -370,7 +386,8 @@ def quantize_before(accumulate: Callable[..., Any], options: Options) -> Callabl
 
 def quantize_layer(layer: Any, options: Options) -> QuantizedParams:
     """Returns the quantized weights of a layer of MaxText, for all microbatches of a step."""
-    return quantize_params(params_of(layer), config_of(layer), options, dtype=layer.config.dtype)
+    layer_options = options_of(layer.config, options)
+    return quantize_params(params_of(layer), config_of(layer), layer_options, dtype=layer.config.dtype)
 
 
 if __name__ == "__main__":
