@@ -17,7 +17,7 @@ from lm import plots
 from lm.run import Run
 
 # `fingerprint` tells another text.
-MAY_DIFFER = ("name", "out", "text", "recipe", "seed", "save_every")
+MAY_DIFFER = ("name", "out", "text", "recipe", "seed", "save_every", "origin", "machine")
 
 Losses = dict[tuple[str, int], dict[int, float]]  # {(recipe, seed): {step: held-out loss}}
 

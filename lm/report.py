@@ -77,6 +77,7 @@ def describe(config: TrainConfig, mesh: jax.sharding.Mesh, corpus: Corpus) -> li
         f"text   {corpus.train.size / 1e6:.1f} MB to train on, {corpus.held_out.size / 1e6:.2f} MB held out, "
         f"from {corpus.source}",
         f"steps  {config.steps} of {config.batch} x {config.seq} bytes",
+        *([f"from   {config.origin}"] if config.origin else []),
     ]
 
 
