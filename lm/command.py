@@ -27,23 +27,26 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `python -m lm ARGV`, and returns the exit code; see `lm.program`."""
     if argv is None:
         argv = sys.argv[1:]
-    if argv[:1] in (["compare"], ["probe"]):
+    if argv[:1] in (["arms"], ["compare"], ["probe"]):
         command = importlib.import_module(f"lm.{argv[0]}")
         return program.run(f"python -m lm {argv[0]}", lambda: command.main(argv[1:]))
     args = parser().parse_args(argv)
     return program.run(NAME, lambda: run(args), traceback=args.traceback)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `train`; settings have no defaults here, since the preset or the run has them."""
+def parser(name: str = NAME, description: str = DESCRIPTION) -> argparse.ArgumentParser:
+    """Returns the parser of `train`, or of the command `name` with the same options.
+
+    Settings have no defaults here, since the preset or the run has them.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         "python -m lm",
-        f"{NAME} [options]",
-        DESCRIPTION,
+        f"{name} [options]",
+        description,
         formatter_class=raw,
     )
-    top.add_argument("command", choices=("train", "compare", "probe"), help=argparse.SUPPRESS)
+    top.add_argument("command", choices=("train", "arms", "compare", "probe"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
     run = top.add_argument_group("the run (default: the preset's)")
     run.add_argument(

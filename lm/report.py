@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import jax
 import numpy as np
 
-from lm import plots
 from lm.config import TrainConfig, mesh_over_devices
 from lm.data import Corpus
 from lm.model import AXES, count, pick_attention
@@ -94,6 +93,8 @@ def finish(result: Result, report: Report | None = None) -> list[str]:
     All of them compile the program without the recipe, since the processes compile together. `report` prints a line
     before each stage.
     """
+    from lm import plots  # here, as `python -m lm arms` draws no run, and may run without matplotlib
+
     config = result.config
     report = report or Report()
     text = []

@@ -1,10 +1,11 @@
-"""`python -m lm train --from`: runs that go on from a checkpoint of another run.
+"""`--from` and `python -m lm arms`: runs that go on from a checkpoint of another run.
 
 Covers: the state, the data and the evaluations of such a run; other meshes, recipes and capacities; what is refused.
 """
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 
-from lm import command
+from lm import arms, command
 from lm.config import ModelConfig, TrainConfig
 from lm.loop import train
 
@@ -128,3 +129,62 @@ def test_settings_come_from_the_other_run(base):
     assert config == expected
     with pytest.raises(ValueError, match="--preset with --from: each names where the settings come from"):
         command.train_config(command.parser().parse_args([*argv, "--preset", "tiny"]))
+
+
+def options(config, *more: str) -> list[str]:
+    """The options of `python -m lm arms` for the runs of `config`, in a folder of their own."""
+    model = ["--d-model", "32", "--d-ff", "32", "--layers", "2", "--heads", "2", "--experts", "8", "--top-k", "2"]
+    data = ["--text", config.text, "--batch", "8", "--seq", "32", "--lr", "0.01", "--warmup", "2", "--eval-every", "3"]
+    how = ["--mesh", "dp=2,fsdp=4", "--dtype", "float32", "--engine", "shard_map", "--steps", str(STEPS)]
+    return ["arms", *model, *data, *how, "--eval-batches", "1", *more]
+
+
+def test_arms_are_compared(config, tmp_path, capsys):
+    """Breaks if an arm is not named by what it changes, its drops are not counted, or the result lacks a run."""
+    dropping = "--mesh dp=2,ep=4 --capacity-factor 1"
+    out = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results"), "--bar", "0.01", "--sha", "abc"]
+    argv = options(config, *out, "--arm", "--mesh dp=2,fsdp=2,ep=2", "--arm", dropping)
+    assert command.main(argv) == 0
+    results = json.loads((tmp_path / "results" / "comparison.json").read_text())
+    assert results["arms"] == ["none", "none on dp=2,fsdp=2,ep=2", "none with capacity 1 on dp=2,ep=4"]
+    assert [run["steps"] for run in results["held_out"]] == [[0, HALF, STEPS], [HALF, STEPS], [HALF, STEPS]]
+    unbroken, moved, bounded = results["held_out"]
+    assert unbroken["dropped"] == moved["dropped"] == 0 < bounded["dropped"] < 1
+    assert all(run["tokens_per_s"] > 0 for run in results["held_out"])
+    assert results["header"]["git_sha"] == "abc" and results["header"]["command"].startswith("python -m lm arms")
+    far = results["furthest"][0]
+    assert abs(far["held_out"]["gap"]) < 1e-4 and HALF < far["training"]["step"] <= STEPS
+    said = capsys.readouterr().out
+    assert re.search(r"none on dp=2,fsdp=2,ep=2 less none at step 6: [+-]0.0000; within the bar of 0.01", said)
+    picture = tmp_path / "results" / "comparison.png"
+    picture.unlink()
+    assert command.main(["compare", str(tmp_path / "results" / "comparison.json")]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms_that_find_no_time_are_named(config, tmp_path, capsys):
+    """Breaks if an arm is left out in silence when the seconds are over, or the run at hand goes on."""
+    argv = options(config, "--out", str(tmp_path), "--seconds", "0", "--arm", "--recipe fp8_block")
+    assert command.main(argv) == 0
+    said = capsys.readouterr().out
+    assert '--arm "--recipe fp8_block" is left out' in said and "saving the state after step 1 " in said
+    assert json.loads((tmp_path / "comparison.json").read_text())["arms"] == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--arm", "--d-ff 64"], '--arm "--d-ff 64": model was .* it cannot change'),
+        (["--arm", "--steps 9"], '--arm "--steps 9": --steps is the same in all arms'),
+        (["--arm", "--mesh ep=3"], "ep=3 make a mesh of 3 devices"),
+        (["--arm", "--recipe fp8_block", "--at", "2"], "--at 2 must be at least 3"),
+        (["--arm", "--recipe fp8_block", "--at", "6"], "--at 6 must be .* below --steps 6"),
+        (["--arm", "--recipe fp8_block", "--resume"], "--resume, --from and the options of several processes"),
+    ],
+)
+def test_arms_that_cannot_run(config, tmp_path, capsys, more, message):
+    """Breaks if an arm that cannot run is told after the run before it, or in a traceback."""
+    assert command.main(options(config, "--out", str(tmp_path / "runs"), *more)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{arms.NAME}: error: ") and re.search(message, said), said
+    assert not (tmp_path / "runs").exists()
