@@ -10,7 +10,8 @@ loop         a run from start to end
 processes    several processes that act as one run
 report       the lines that a run prints
 plots        curves of one run, and of several
-compare      the losses of runs that differ in recipe or seed
+arms         one run, and runs that go on from its checkpoint with other settings
+compare      the losses of runs that differ in recipe, capacity factor, mesh, exchange or seed
 probe        the errors of a run's gradients, expert by expert
 command      the command line
 program      how a command starts JAX, prints an error, and exits

@@ -19,7 +19,7 @@ Trains a decoder-only language model on bytes: attention and an MoE in every lay
 
 The text is the source of Python's standard library, or your own files (--text). The run writes config.json,
 metrics.jsonl, checkpoints/ and curves.png into OUT/NAME/. Ctrl-C saves the state, and prints how to resume. Settings
-that you do not give come from the preset; with --resume, from the run.
+that you do not give come from the preset; with --resume and --from, from the run.
 """
 
 
@@ -27,23 +27,26 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `python -m lm ARGV`, and returns the exit code; see `lm.program`."""
     if argv is None:
         argv = sys.argv[1:]
-    if argv[:1] in (["compare"], ["probe"]):
+    if argv[:1] in (["arms"], ["compare"], ["probe"]):
         command = importlib.import_module(f"lm.{argv[0]}")
         return program.run(f"python -m lm {argv[0]}", lambda: command.main(argv[1:]))
     args = parser().parse_args(argv)
     return program.run(NAME, lambda: run(args), traceback=args.traceback)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `train`; settings have no defaults here, since the preset or the run has them."""
+def parser(name: str = NAME, description: str = DESCRIPTION) -> argparse.ArgumentParser:
+    """Returns the parser of `train`, or of the command `name` with the same options.
+
+    Settings have no defaults here, since the preset or the run has them.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         "python -m lm",
-        f"{NAME} [options]",
-        DESCRIPTION,
+        f"{name} [options]",
+        description,
         formatter_class=raw,
     )
-    top.add_argument("command", choices=("train", "compare", "probe"), help=argparse.SUPPRESS)
+    top.add_argument("command", choices=("train", "arms", "compare", "probe"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
     run = top.add_argument_group("the run (default: the preset's)")
     run.add_argument(
@@ -109,19 +112,28 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     """Returns the settings of a run: the options override the run to resume, or the preset.
 
     Raises:
-      ValueError: the options have both --preset and --resume, or name a run that does not exist.
+      ValueError: the options have two of --preset, --resume and --from, or name a run that does not exist.
     """
-    chosen: dict[str, Any] = {"out": "runs"}
-    chosen |= {name: value for name, value in vars(args).items() if value is not None}
+    named = {"--preset": args.preset, "--resume": args.resume, "--from": args.origin}
+    if len(two := [option for option, value in named.items() if value]) > 1:
+        raise ValueError(f"{' with '.join(two)}: each names where the settings come from; leave {two[0]} out")
     if args.resume:
         from lm.run import read_config
 
-        if args.preset:
-            raise ValueError(f"--preset {args.preset} with --resume: the run has its sizes already; leave --preset out")
-        base = read_config(chosen["out"], args.name)
+        base = read_config(args.out or "runs", args.name)
+    elif args.origin:
+        from lm.run import find_checkpoint
+
+        base = find_checkpoint(args.origin)[0].read_settings()
     else:
         preset = args.preset or "tiny"
         base = dataclasses.replace(PRESETS[preset], name=preset)
+    return override(dataclasses.replace(base, out="runs"), args)
+
+
+def override(base: TrainConfig, args: argparse.Namespace) -> TrainConfig:
+    """Returns `base` with the settings that `args` gives."""
+    chosen: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
     if chosen.get("recipe") == "none":
         chosen["recipe"] = None
     for name in ("capacity_factor", "buffer_factor"):

@@ -151,6 +151,13 @@ class TrainConfig:
         None,
         metavar="PATH",
     )
+    origin: str | None = setting(
+        "begin with another run's checkpoint, as runs/tiny/checkpoints/60; a run's folder means its newest. "
+        "Settings that you do not give come from that run, and its model, seed, batch, sequence and text stay",
+        None,
+        flag="from",
+        metavar="CHECKPOINT",
+    )
     mesh: tuple[tuple[str, int], ...] = setting(
         "sizes of the axes dp, fsdp, cp, ep, tp, as fsdp=2,ep=4; by default all devices are on fsdp",
         (),

@@ -60,7 +60,7 @@ def train(
         saves the state and stops the run.
 
     Raises:
-      ValueError: the text, the mesh or the batch do not fit, or the run to resume is another one.
+      ValueError: the text, the mesh or the batch do not fit, or the run to resume or to begin from is another one.
     """
     report = report or Report()
 
@@ -68,9 +68,11 @@ def train(
         corpus = load(config.text, config.seq)
         mesh = mesh_over_devices(config.mesh)
         check_batch(config, mesh)
-        return corpus, mesh, runs.reopen(config, corpus) if resume else None
+        if resume:
+            return corpus, mesh, config, runs.reopen(config, corpus)
+        return corpus, mesh, runs.check_origin(config, corpus), None
 
-    corpus, mesh, run = processes.together(prepare)
+    corpus, mesh, config, run = processes.together(prepare)
     # Each process may read a copy of the text; the copies must have the same contents, not the same path.
     processes.agree(**(config.to_json() | {"text": corpus.fingerprint}), resume=resume)
     with jax.set_mesh(mesh):
@@ -129,18 +131,24 @@ class _Loop:
         self.routed = np.zeros((config.model.num_layers, config.model.num_experts), np.int64)
         # A network file system may show each process another folder for a while, so the first process decides.
         saved = json.loads(processes.gather(json.dumps(checkpoints.latest()))[0])
-        self.done = saved or 0
-        if saved is None:
-            self.state = program.init()
-        else:
+        self.has_begun = bool(saved)
+        if saved is not None:
+            self.done = saved
             self.state = checkpoints.restore(saved, program.like)
+        elif config.origin is not None:
+            origin, self.done = runs.find_checkpoint(config.origin)
+            with runs.Checkpoints(origin.checkpoints) as others:
+                self.state = others.restore(self.done, program.like)
+        else:
+            self.done = 0
+            self.state = program.init()
         if processes.is_first():
-            # A run without steps evaluates again, so its row of step 0 goes.
-            run.forget_after(self.done or -1)
+            # A run without steps evaluates again, so its row of that evaluation goes.
+            run.forget_after(self.done if self.has_begun else -1)
 
     def go(self, on_step: Callable[[dict], None] | None) -> None:
         """Runs steps until the end or Ctrl-C, then saves; `on_step` is called with the row of each step."""
-        if not self.done:
+        if not self.has_begun:
             self.evaluate()
         with _asked_to_stop(self.report) as asked:
             try:

@@ -17,7 +17,7 @@ from lm.run import Run
 INK = "#2b2d33"
 SOFT = "#9aa0a8"
 GRID = "#e6e8eb"
-BLUE, ORANGE, GREEN, PURPLE = COLORS = ("#2f6fb0", "#d9601a", "#3f8f5b", "#8a5fb0")
+BLUE, ORANGE, GREEN, PURPLE, OCHRE, TEAL = COLORS = ("#2f6fb0", "#d9601a", "#3f8f5b", "#8a5fb0", "#b0892f", "#3f9ea3")
 LOSSES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5)  # the ticks of a logarithmic axis
 
 
@@ -82,29 +82,28 @@ def draw_comparison(results: dict[str, Any], path: Path) -> None:
     """Draws the result of `compare.compare` to `path`; nothing where no run was evaluated."""
     if not any(run["steps"] for run in results["held_out"]):
         return
-    color = {recipe: COLORS[i % len(COLORS)] for i, recipe in enumerate(results["recipes"])}
-    figure = make_figure(
-        11,
-        3.6,
-        f"{', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}",
-    )
-    losses, gaps = figure.subplots(1, 2)
+    color = {arm: COLORS[i % len(COLORS)] for i, arm in enumerate(results["arms"])}
+    config = results["config"]["model"]
+    sizes = f"{config['num_layers']} layers, {config['num_experts']} experts, top-{config['top_k']}"
+    figure = make_figure(15, 3.6, f"{sizes}; in {results['dtype']}, seeds: {results['seeds']}")
+    losses, gaps, speeds = figure.subplots(1, 3)
     _losses(losses, results, color)
     _gaps(gaps, results, color)
+    _speeds(speeds, results, color)
     figure.savefig(path)
 
 
 def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
-    """Draws the held-out loss of every run by step; runs of one recipe have one colour."""
+    """Draws the held-out loss of every run by step; runs of one arm have one colour."""
     for run in results["held_out"]:
-        recipe = run["recipe"]
+        arm = run["arm"]
         is_labelled = run["seed"] == results["held_out"][0]["seed"]
         line_style = dict(
-            color=color[recipe],
-            linewidth=2.6 if recipe == results["recipes"][0] else 1.2,
+            color=color[arm],
+            linewidth=2.6 if arm == results["arms"][0] else 1.2,
             alpha=0.7,
         )
-        plot.plot(run["steps"], run["losses"], label=recipe if is_labelled else None, **line_style)
+        plot.plot(run["steps"], run["losses"], label=arm if is_labelled else None, **line_style)
     plot.legend(frameon=False, loc="upper right", fontsize=9)
     plot.set_yscale("log")
     losses = [loss for run in results["held_out"] for loss in run["losses"]]
@@ -115,10 +114,10 @@ def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
 
 
 def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
-    """Draws the mean gap of each recipe and the gaps of its seeds, on the band of the first recipe's own seeds."""
-    base = results["recipes"][0]
-    for recipe in results["recipes"][1:]:
-        rows = [row for row in results["gaps"] if row["recipe"] == recipe]
+    """Draws the mean gap of each arm and the gaps of its seeds, on the band of the first arm's own seeds."""
+    base = results["arms"][0]
+    for arm in results["arms"][1:]:
+        rows = [row for row in results["gaps"] if row["arm"] == arm]
         banded = [row for row in rows if row["between_seeds"] is not None]
         band = [(row["step"], row["between_seeds"] / 2) for row in banded]
         steps, half = np.array(band).reshape(-1, 2).T
@@ -126,17 +125,31 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
         plot.plot(
             [row["step"] for row in rows],
             [row["mean"] for row in rows],
-            color=color[recipe],
+            color=color[arm],
             linewidth=1.8,
         )
         points = [(row["step"], gap) for row in rows for gap in row["gaps"]]
-        plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[recipe], markersize=4)
+        plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[arm], markersize=4)
     plot.axhline(0, color=color[base], linewidth=1.4)
-    style(
-        plot,
-        f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ",
-        "step",
-    )
+    title = f"Loss less that of {base}, by seed and mean"
+    if results["seeds"] > 1:
+        title += "; grey: as far as its seeds differ"
+    if results["bar"] is not None:
+        plot.axhline(results["bar"], color=SOFT, linestyle="--", linewidth=1)
+        title += "; dashed: the bar"
+    style(plot, title, "step")
+
+
+def _speeds(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
+    """Draws a bar for the speed of every run, under its arm and the share of pairs that it dropped."""
+    for place, run in enumerate(results["held_out"]):
+        if run["tokens_per_s"]:
+            plot.barh(-place, run["tokens_per_s"] / 1e6, height=0.35, color=color[run["arm"]])
+            label = f"{run['arm']}, seed {run['seed']}: {run['dropped']:.3%} dropped"
+            plot.text(0, 0.25 - place, label, fontsize=8, color=INK, va="bottom")
+    plot.set_ylim(0.6 - len(results["held_out"]), 0.7)
+    plot.set_yticks([])
+    style(plot, "Speed of the median step, million tokens/s", "")
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import jax
 import numpy as np
 
-from lm import plots
 from lm.config import TrainConfig, mesh_over_devices
 from lm.data import Corpus
 from lm.model import AXES, count, pick_attention
@@ -77,6 +76,7 @@ def describe(config: TrainConfig, mesh: jax.sharding.Mesh, corpus: Corpus) -> li
         f"text   {corpus.train.size / 1e6:.1f} MB to train on, {corpus.held_out.size / 1e6:.2f} MB held out, "
         f"from {corpus.source}",
         f"steps  {config.steps} of {config.batch} x {config.seq} bytes",
+        *([f"from   {config.origin}"] if config.origin else []),
     ]
 
 
@@ -93,6 +93,8 @@ def finish(result: Result, report: Report | None = None) -> list[str]:
     All of them compile the program without the recipe, since the processes compile together. `report` prints a line
     before each stage.
     """
+    from lm import plots  # here, as `python -m lm arms` draws no run, and may run without matplotlib
+
     config = result.config
     report = report or Report()
     text = []

@@ -7,7 +7,10 @@ folder that they share; each reads and writes its own shards.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from lm.step import TrainState
 
 KEPT = 2
 FIXED = ("model", "seed", "batch", "seq")
+NOT_SETTINGS = ("fingerprint", "machine")  # what config.json has beside the settings
 
 
 class Run:
@@ -52,10 +56,42 @@ class Run:
         self.metrics.write_text("".join(rows))
 
     def write_config(self, config: TrainConfig, corpus: Corpus) -> None:
-        """Writes config.json: the settings, and the fingerprint of the text."""
-        self.config.write_text(
-            json.dumps(config.to_json() | {"fingerprint": corpus.fingerprint}, indent=2) + "\n",
-        )
+        """Writes config.json: the settings, the fingerprint of the text, and what `describe_machine` returns."""
+        beside = {"fingerprint": corpus.fingerprint, "machine": describe_machine()}
+        self.config.write_text(json.dumps(config.to_json() | beside, indent=2) + "\n")
+
+    def read_settings(self) -> TrainConfig:
+        """Reads the settings of config.json."""
+        data = json.loads(self.config.read_text())
+        return TrainConfig.from_json({name: value for name, value in data.items() if name not in NOT_SETTINGS})
+
+    def saved_steps(self) -> list[int]:
+        """Returns the steps of the checkpoints, the newest last."""
+        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal())
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns the devices, the versions, the commit of this clone (None without git) and the time."""
+    root = str(Path(__file__).parent.parent)
+    sha = _output_of("git", "-C", root, "rev-parse", "HEAD")
+    if sha and _output_of("git", "-C", root, "status", "--porcelain", "--", "src", "lm"):
+        sha += "-dirty"
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
+        "git_sha": sha,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _output_of(*command: str) -> str | None:
+    """Returns what a command prints, or None where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def create(config: TrainConfig) -> TrainConfig:
@@ -85,9 +121,7 @@ def read_config(out: str, name: str | None) -> TrainConfig:
         else:
             runs = "there are no runs"
         raise ValueError(f"--resume: {out}/ has no run{f' {name!r}' if name else ''}; {runs}")
-    data = json.loads(named[-1].read_text())
-    data.pop("fingerprint", None)
-    return TrainConfig.from_json(data)
+    return Run(named[-1].parent).read_settings()
 
 
 def reopen(config: TrainConfig, corpus: Corpus) -> Run:
@@ -97,15 +131,72 @@ def reopen(config: TrainConfig, corpus: Corpus) -> Run:
       ValueError: the run began with another model, seed, batch size, sequence length or text.
     """
     earlier = read_config(config.out, config.name)
+    run = Run(Path(config.out, config.name))
+    option = f"--resume {config.name}"
+    check_fixed(earlier, config, option)
+    check_text(run, corpus, option)
+    return run
+
+
+def check_origin(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """Returns the settings of a run that begins with another's checkpoint, with `origin` as the checkpoint's folder.
+
+    Raises:
+      ValueError: there is no such checkpoint, or its run has another model, seed, batch size, sequence length or text.
+    """
+    if config.origin is None:
+        return config
+    run, step = find_checkpoint(config.origin)
+    option = f"--from {config.origin}"
+    check_fixed(run.read_settings(), config, option)
+    check_text(run, corpus, option)
+    if step >= config.steps:
+        raise ValueError(f"{option}: the checkpoint has {step} steps; give --steps of more (now {config.steps})")
+    return dataclasses.replace(config, origin=str(run.checkpoints / str(step)))
+
+
+def find_checkpoint(origin: str) -> tuple[Run, int]:
+    """Returns the run and the step of a checkpoint, "runs/a/checkpoints/60" -> (Run("runs/a"), 60).
+
+    The folder of a run, "runs/a", means its newest checkpoint.
+
+    Raises:
+      ValueError: there is no such run or checkpoint.
+    """
+    folder = Path(origin)
+    names_step = folder.parent.name == "checkpoints"
+    run = Run(folder.parent.parent if names_step else folder)
+    if not run.config.is_file():
+        raise ValueError(
+            f"--from {origin}: {run.path} has no config.json; give the folder of a run, as runs/tiny, or of one of its "
+            "checkpoints, as runs/tiny/checkpoints/60"
+        )
+    steps = run.saved_steps()
+    if not steps:
+        raise ValueError(f"--from {origin}: {run.path} has no checkpoint; Ctrl-C and the end of a run save one")
+    if not names_step:
+        return run, steps[-1]
+    if folder.name not in map(str, steps):
+        saved = ", ".join(map(str, steps))
+        raise ValueError(f"--from {origin}: no such checkpoint; {run.path} has those of the steps {saved}")
+    return run, int(folder.name)
+
+
+def check_fixed(earlier: TrainConfig, config: TrainConfig, option: str) -> None:
+    """Raises a ValueError if a setting of FIXED differs; the capacity factor of a model may, as it is in no array."""
     for field in FIXED:
         before = getattr(earlier, field)
         now = getattr(config, field)
+        if field == "model":
+            now = dataclasses.replace(now, capacity_factor=before.capacity_factor)
         if before != now:
-            raise ValueError(f"--resume {config.name}: {field} was {before}, and is now {now}; it cannot change")
-    run = Run(Path(config.out, config.name))
+            raise ValueError(f"{option}: {field} was {before}, and is now {now}; it cannot change")
+
+
+def check_text(run: Run, corpus: Corpus, option: str) -> None:
+    """Raises a ValueError if `run` began on another text."""
     if json.loads(run.config.read_text()).get("fingerprint") != corpus.fingerprint:
-        raise ValueError(f"--resume {config.name}: the text ({corpus.source}) is not the text that the run began with")
-    return run
+        raise ValueError(f"{option}: the text ({corpus.source}) is not the text that the run began with")
 
 
 class Checkpoints:

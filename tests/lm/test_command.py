@@ -72,6 +72,8 @@ def test_unreadable_arguments(argv, message, capsys):
         (["--resume", "--name", "lost"], "no run 'lost'"),
         (["--resume"], "there are no runs"),
         (["--resume", "--preset", "tiny"], "leave --preset out"),
+        (["--resume", "--from", "runs/a"], "--resume with --from"),
+        (["--from", "/nowhere"], "--from /nowhere: /nowhere has no config.json"),
     ],
 )
 def test_arguments_that_cannot_work(argv, message, capsys, tmp_path):

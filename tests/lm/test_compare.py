@@ -6,6 +6,7 @@ Covers: gaps of losses; the report; runs that cannot be compared.
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +41,22 @@ def folders(tmp_path) -> list[str]:
     return [str(tmp_path / f"{recipe}-{seed}") for recipe, seed in HELD_OUT]
 
 
+def test_a_bar_is_of_the_end(folders, tmp_path, capsys):
+    """Breaks if an arm that was stopped, or is above the bar, keeps it."""
+    for end, verdict in ((4, "; above the bar of 0.2"), (6, "; not at its end, so the bar says nothing")):
+        for folder in folders[:2]:
+            config = Run(Path(folder)).config
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": end}))
+        assert command.main(["compare", *folders[:2], "--bar", "0.2"]) == 0
+        assert f"fp8_block less none at step 4: +0.2500{verdict}" in capsys.readouterr().out.splitlines()
+
+
 def test_gaps(folders, tmp_path, capsys):
     """Breaks if a recipe is compared with another seed, at another step, or the spread of seeds is that of a recipe."""
     assert command.main(["compare", *folders]) == 0
     results = json.loads((tmp_path / "comparison.json").read_text())
     expected = (["none", "fp8_block"], 2, "bfloat16")
-    assert (results["recipes"], results["seeds"], results["dtype"]) == expected
+    assert (results["arms"], results["seeds"], results["dtype"]) == expected
     rows = [(row["step"], row["gaps"], row["mean"], row["between_seeds"]) for row in results["gaps"]]
     assert rows == [(0, [0, 0], 0, 1), (2, [0.5], 0.5, 0.25), (4, [0.25], 0.25, None)]
     assert [run["losses"] for run in results["held_out"]] == list(HELD_OUT.values())
@@ -58,7 +69,7 @@ def test_gaps(folders, tmp_path, capsys):
     [
         (
             {"lr": 0.5},
-            "lr is in .* 0.5, and in .* 0.001; compare runs that differ in recipe and seed alone",
+            "lr is in .* 0.5, and in .* 0.001; compare runs that differ in recipe, capacity factor, mesh",
         ),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model is in"),
         ({"fingerprint": "of another text"}, "fingerprint is in"),
@@ -67,7 +78,7 @@ def test_gaps(folders, tmp_path, capsys):
     ],
 )
 def test_runs_that_cannot_be_compared(folders, tmp_path, capsys, change, message):
-    """Breaks if runs are compared that differ in more than recipe and seed, or one run is counted twice."""
+    """Breaks if runs are compared that differ in more than arm and seed, or one run is counted twice."""
     config = Run(tmp_path / "fp8_block-1").config
     if change is None:
         config.unlink()
