@@ -92,7 +92,8 @@ class Way:
       name: `moax`, or the name of MaxText's way.
       settings: MaxText's settings.
       recipe: moax's recipe.
-      kept: whether moax casts or quantizes the weights once a step.
+      kept: what moax does with the weights once a step: "kept" casts or quantizes them, and "gathered" also gathers
+        them over fsdp.
       note: what a reader must know of the row.
       rank: the ways of rank 0 of all cases are measured before those of rank 1.
       overlap: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
@@ -101,7 +102,7 @@ class Way:
     name: str
     settings: str = ""
     recipe: str | None = None
-    kept: bool = False
+    kept: str | None = None
     note: str = ""
     rank: int = 0
     overlap: bool = False
@@ -111,7 +112,7 @@ class Way:
         """The recipe as a row names it."""
         recipe = self.recipe or "none"
         if self.kept:
-            return recipe + "+kept"
+            return f"{recipe}+{self.kept}"
         return recipe
 
 
@@ -124,8 +125,8 @@ CAPACITY = Way("maxtext-capacity1.25", "sparse_matmul=False capacity_factor=1.25
 WAYS = (
     Way("maxtext-tokamax", TOKAMAX),
     Way(OURS),
-    Way(OURS, kept=True, note=CAST),
-    Way(OURS, recipe="fp8_block", kept=True),
+    Way(OURS, kept="kept", note=CAST),
+    Way(OURS, recipe="fp8_block", kept="kept"),
     Way(OURS, recipe="fp8_block"),
     CAPACITY,
     Way(
@@ -181,8 +182,12 @@ def _on_mesh(mesh: Mesh) -> Iterator[Way]:
     overlap = mesh.fsdp > 1
     for name, settings in choices.items():
         yield Way("maxtext-tokamax" + name, TOKAMAX + settings, note=NOTES.get(name, ""))
-    yield Way(OURS, layout, kept=True, note=CAST, overlap=overlap)
-    yield Way(OURS, layout, recipe="fp8_block", kept=True, overlap=overlap)
+    yield Way(OURS, layout, kept="kept", note=CAST, overlap=overlap)
+    yield Way(OURS, layout, recipe="fp8_block", kept="kept", overlap=overlap)
+    if mesh.fsdp > 1:
+        note = "weights gathered once a step"
+        yield Way(OURS, layout, kept="gathered", note=f"{CAST}, and gathered", overlap=overlap)
+        yield Way(OURS, layout, recipe="fp8_block", kept="gathered", note=note, overlap=overlap)
     yield Way(OURS, layout, rank=1, overlap=overlap)
     yield Way(OURS, layout, recipe="fp8_block", rank=1, overlap=overlap)
     yield dataclasses.replace(CAPACITY, rank=1)

@@ -1,10 +1,10 @@
 """MaxText's training command in a process of its own, with its MoE layer or with moax's: `worker JOB`, a JSON object.
 
 `argv` are the arguments of MaxText's command. `moax` are the options of moax's block, null for MaxText's layer, and
-`kept` tells that the weights are quantized once a step. `load` is one of `ways.LOADS`. `hlo` is a file for the
-optimized program of the step, or null. The process imports, then waits for a line on stdin: the imports of one variant
-so run beside the steps of another. With `compile` it compiles the step for shapes alone, which leaves it in the
-compilation cache, and ends.
+`kept` tells what is done with the weights once a step, as `moax.adapters.maxtext.install` takes it. `load` is one of
+`ways.LOADS`. `hlo` is a file for the optimized program of the step, or null. The process imports, then waits for a line
+on stdin: the imports of one variant so run beside the steps of another. With `compile` it compiles the step for shapes
+alone, which leaves it in the compilation cache, and ends.
 Otherwise it trains, and writes `result`, a JSON file.
 """
 

@@ -106,13 +106,13 @@ class MoELayer:
         """The arrays of the parameters, as `moax.moe` takes them."""
         return MoEParams(**{name: self._get(name) for name in DIMS})
 
-    def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
+    def quantize(self, dtype: jax.typing.DTypeLike | None = None, *, gather: bool = False) -> QuantizedParams:
         """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.
 
         `dtype` is the dtype of x in these calls; None means that of the layer, or bfloat16 where it has none.
         """
         dtype = dtype or self.dtype or jnp.bfloat16
-        return quantize_params(self.params, self.config, self.options, dtype=dtype)
+        return quantize_params(self.params, self.config, self.options, dtype=dtype, gather=gather)
 
     def update_router_bias(
         self,

@@ -169,9 +169,9 @@ class QShard[Leaf](NamedTuple):
     scale: Leaf
 
 
-@pytree("recipe", "kernels")
+@pytree("recipe", "kernels", "gathered")
 class QuantizedParams[Leaf]:
-    """The weights of the experts as the products of a block take them, on their shards; see `moax.quantize_params`.
+    """The weights of the experts as the products of a block take them; see `moax.quantize_params`.
 
     `Leaf` is an array, or the PartitionSpec of one.
 
@@ -180,9 +180,11 @@ class QuantizedParams[Leaf]:
         recipe does not quantize is one array in the dtype of products.
       recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.
+      gathered: whether each device holds what it multiplies by, split by ep and tp alone; otherwise they are shards.
     """
 
     wi: tuple[QShard[Leaf] | Leaf, ...]
     wo: tuple[QShard[Leaf] | Leaf, ...]
     recipe: Recipes
     kernels: str
+    gathered: bool = False

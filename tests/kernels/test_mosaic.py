@@ -293,6 +293,7 @@ SHORT_BLOCKS = [
 MORE_BLOCKS = [
     ("swiglu", "fp8_block", ""),
     ("swiglu", "fp8_tensor", "kept"),
+    ("swiglu", "fp8_block", "gathered"),
     ("oai", "fp8_block", "rounds"),
 ]
 MORE_BLOCKS += [c for c in itertools.product(BLOCKS, (None, "fp8_block"), ("",)) if c not in SHORT_BLOCKS + MORE_BLOCKS]
@@ -330,7 +331,9 @@ def check_block(mosaic, config, tokens, recipe, kind="", commons=(0.0,)):
     params = make_params(config, bias=0.1)
 
     def step(x, params, dy):
-        quantized = moax.quantize_params(params, config, **options, dtype=x.dtype) if kind == "kept" else None
+        quantized = None
+        if kind in ("kept", "gathered"):
+            quantized = moax.quantize_params(params, config, **options, dtype=x.dtype, gather=kind == "gathered")
 
         def fn(x, params):
             return moax.moe(x, params, config, quantized=quantized, **options)
@@ -395,7 +398,8 @@ def test_block(mosaic, name, recipe, how):
 
 
 @pytest.mark.more
-def test_types_inside_a_shard_map(monkeypatch):
+@pytest.mark.parametrize("gather", [False, True])
+def test_types_inside_a_shard_map(monkeypatch, gather):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
     gradients are then refused, or not summed where they should be, in the first pass or in the loop of the others."""
     pretend(monkeypatch)
@@ -405,8 +409,13 @@ def test_types_inside_a_shard_map(monkeypatch):
     tokens = PartitionSpec(("fsdp", "ep"))
 
     def local(x, params):
+        quantized = None
+        if gather:
+            quantized = moax.quantize_params(params, config, recipe="fp8_block", kernels="hopper", gather=True)
+
         def loss(x, p):
-            y = moax.moe(x, p, config, recipe="fp8_block", kernels="hopper", buffer_factor=0.5)[0]
+            options = moax.Options(recipe="fp8_block", kernels="hopper", buffer_factor=0.5)
+            y = moax.moe(x, p, config, options, quantized=quantized)[0]
             return y.astype(jnp.float32).sum()
 
         return jax.grad(loss, (0, 1))(x, params)

@@ -20,9 +20,9 @@ import moax
 from moax import Axes, Unsupported
 from moax.block.moe import moe
 from moax.inspect import collectives
-from moax.kernels.xla import gather_shard, quantize, quantize_shard
+from moax.kernels.xla import make_weight_operand, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
+from moax.mesh.collectives import gather_quantized, gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, find_mesh_view
 from moax.recipe import Format, Recipe
@@ -528,7 +528,9 @@ def test_a_block_that_shards_share_has_one_scale():
 
     def fn(w):
         gather = (), ("ep",), ()
-        q = gather_shard(quantize_shard(w, recipe, "fprop", gather, ()), recipe, "fprop", gather)
+        shard = quantize_shard(w, recipe, "fprop", gather, ())
+        whole = gather_quantized(shard, gather, ((), (), ()), scales_first=False)
+        q = make_weight_operand(whole, recipe, "fprop")
         return q.data, q.scale
 
     mesh = make_mesh("2x4")

@@ -130,10 +130,12 @@ def test_adapters_import_no_framework():
 @pytest.mark.parametrize(
     "word, arm",
     [
-        ("none", (None, False)),
-        ("fp8_block", ("fp8_block", False)),
-        ("fp8_block+kept", ("fp8_block", True)),
-        ("none+kept", (None, True)),
+        ("none", (None, None)),
+        ("fp8_block", ("fp8_block", None)),
+        ("fp8_block+kept", ("fp8_block", "kept")),
+        ("none+kept", (None, "kept")),
+        ("fp8_block+gathered", ("fp8_block", "gathered")),
+        ("none+gathered", (None, "gathered")),
     ],
 )
 def test_the_first_word_is_an_arm(word, arm):
@@ -143,8 +145,11 @@ def test_the_first_word_is_an_arm(word, arm):
 def test_the_benchmark_spells_an_arm_like_the_command():
     """Breaks if a row of the benchmark has a name that the command does not take."""
     text = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
-    arms = set(re.findall(r"`(\w+\+kept)`", text)) | set(re.findall(r"-m moax\.adapters\.maxtext (\S+)", text))
-    assert {"fp8_block+kept", "none+kept", "fp8_block", "none"} <= arms
+    arms = set(re.findall(r"`(\w+\+(?:kept|gathered))`", text)) | set(
+        re.findall(r"-m moax\.adapters\.maxtext (\S+)", text)
+    )
+    kept = {f"{recipe}+{how}" for recipe in ("none", "fp8_block") for how in ("kept", "gathered")}
+    assert kept | {"fp8_block", "none"} <= arms
     for arm in arms:
         maxtext.read_arm(arm)
 
@@ -153,7 +158,7 @@ def test_the_benchmark_spells_an_arm_like_the_command():
     "words, said",
     [
         ([], "usage: python -m moax.adapters.maxtext RECIPE base.yml"),
-        (["--help"], "or one of them with \\+kept"),
+        (["--help"], "or one of them with \\+kept.*, or with\n\\+gathered"),
         (["fp9", "base.yml"], "moax: the recipe 'fp9' must be one of none, fp8_block, "),
         (["base.yml"], "moax: the recipe 'base.yml' must be one of none, "),
     ],
@@ -195,10 +200,12 @@ def test_install_replaces_what_it_replaced_before(framework):
     own = framework.train.gradient_accumulation_loss_and_grad
     theirs = framework.layer.__call__
     for _ in range(2):
-        maxtext.install(kept=True)
+        maxtext.install(kept="gathered")
         assert framework.train.gradient_accumulation_loss_and_grad.__wrapped__ is own
     with pytest.raises(ValueError, match="scan_layers=False"):
         framework.train.gradient_accumulation_loss_and_grad(None, config(scan_layers=True), None)
+    with pytest.raises(ValueError, match="kept=True must be one of 'kept', 'gathered'"):
+        maxtext.install(kept=True)
     maxtext.install()
     assert framework.train.gradient_accumulation_loss_and_grad is own
     assert framework.layer.__call__ is not theirs
@@ -215,9 +222,17 @@ def test_install_replaces_what_it_replaced_before(framework):
 )
 def test_kept_needs_microbatches_and_layers_without_a_scan(settings, said):
     """Breaks if `+kept` does nothing, or fails by a shape in MaxText."""
-    with pytest.raises(ValueError, match=said):
-        maxtext.check_kept(config(**settings))
-    maxtext.check_kept(config(gradient_accumulation_steps=4))
+    for kept in ("kept", "gathered"):
+        with pytest.raises(ValueError, match=rf"\+{kept} .*{said}"):
+            maxtext.check_kept(config(**settings), kept)
+        maxtext.check_kept(config(gradient_accumulation_steps=4), kept)
+
+
+@pytest.mark.parametrize("kept", ["kept", "gathered"])
+def test_kept_says_whether_weights_are_gathered(kept):
+    """Breaks if `+gathered` leaves the gather to each microbatch, or `+kept` takes it away."""
+    quantized = maxtext.quantize_layer(layer(config()), moax.Options(axes=maxtext.AXES), kept)
+    assert quantized.gathered == (kept == "gathered")
 
 
 def test_run_layer_is_the_layer_of_maxtext():

@@ -4,7 +4,9 @@
 
 is MaxText's training command with moax's block. The first word is the name of a recipe, or `none`; MaxText reads the
 other words. `fp8_block+kept` also quantizes the weights once a step, for all microbatches of
-`gradient_accumulation_steps`, and `none+kept` casts them once. A program of your own calls `install` before it trains.
+`gradient_accumulation_steps`, and `none+kept` casts them once. `fp8_block+gathered` and `none+gathered` also gather
+them over fsdp once a step, so that each GPU holds its experts whole. A program of your own calls `install` before it
+trains.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -23,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from moax.activations import Activation
 from moax.adapters.versions import check_version
 from moax.block.moe import moe, quantize_params
-from moax.checks import Unsupported
+from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, RouterConfig, replace_options
 from moax.mesh.axes import Axes
 from moax.ops.balance import update_router_bias
@@ -41,10 +43,12 @@ AXES = Axes(
 )
 # MaxText's `shard_exp_on_fsdp` splits E in place of H. A gather along the first dim needs no copy.
 AXES_BY_EXPERTS = dataclasses.replace(AXES, fsdp_dim="experts")
-KEPT = "+kept"
+Kept = Literal["kept", "gathered"]
+KEPT: tuple[Kept, ...] = get_args(Kept)
 USAGE = f"""usage: python -m moax.adapters.maxtext RECIPE base.yml [setting=value ...]
 
-RECIPE is none, {", ".join(RECIPES)}, or one of them with {KEPT}, which quantizes the weights once a step.
+RECIPE is none, {", ".join(RECIPES)}, or one of them with +kept, which quantizes the weights once a step, or with
++gathered, which also gathers them once a step.
 MaxText's command reads the other words: see `python -m maxtext.trainers.pre_train.train`."""
 # MaxText routes by groups, and by a bias that steers the choice alone, where the name of the model begins so.
 GROUPED_MODELS = ("deepseek3", "deepseek4", "kimi-k2")
@@ -53,18 +57,18 @@ OTHER_ROUTERS = ("llama4", "gemma4", "deepseek4")
 
 
 class Arm(NamedTuple):
-    """The first word of the command: the recipe, and whether the weights are quantized once a step."""
+    """The first word of the command: the recipe, and how the weights are kept for a step; see `install`."""
 
     recipe: str | None
-    kept: bool
+    kept: Kept | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs MaxText's training command with moax's block.
 
     Args:
-      argv: the recipe, as `fp8_block`, `none` or `fp8_block+kept`, then the words of MaxText's command. None means
-        `sys.argv` without the program.
+      argv: the recipe, as `fp8_block`, `none`, `fp8_block+kept` or `fp8_block+gathered`, then the words of MaxText's
+        command. None means `sys.argv` without the program.
 
     Raises:
       SystemExit: the recipe has no such name, or MaxText is missing, or is of a version that moax is not tested with.
@@ -89,27 +93,31 @@ def read_arm(word: str) -> Arm:
     """Returns what the first word of the command says.
 
     Args:
-      word: the name of a recipe or `none`, which may end in `+kept`.
+      word: the name of a recipe or `none`, which may end in `+kept` or `+gathered`.
 
     Raises:
       ValueError: no recipe has the name.
     """
-    name = word.removesuffix(KEPT)
-    if name != "none" and name not in RECIPES:
+    arms = {}
+    for recipe in (None, *RECIPES):
+        name = recipe or "none"
+        arms[name] = Arm(recipe, None)
+        for choice in KEPT:
+            arms[f"{name}+{choice}"] = Arm(recipe, choice)
+    if word not in arms:
         names = ", ".join(["none", *RECIPES])
-        raise ValueError(f"the recipe {word!r} must be one of {names}, or one of them with {KEPT}")
-    recipe = None
-    if name != "none":
-        recipe = name
-    return Arm(recipe, kept=word.endswith(KEPT))
+        suffixes = " or ".join(f"+{choice}" for choice in KEPT)
+        raise ValueError(f"the recipe {word!r} must be one of {names}, or one of them with {suffixes}")
+    return arms[word]
 
 
-def install(*, kept: bool = False, **options: Unpack[OptionKeywords]) -> None:
+def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> None:
     """Replaces the call of MaxText's layer `RoutedMoE` in this process, until the next call of `install`.
 
     Args:
-      kept: whether the weights are quantized once a step, for all microbatches of it, or cast to MaxText's `dtype`
-        where `recipe` is None. MaxText must then have `scan_layers=False`, and `gradient_accumulation_steps` above 1.
+      kept: what is done once a step, for all microbatches of it. "kept" quantizes the weights, or casts them to
+        MaxText's `dtype` where `recipe` is None. "gathered" also gathers them over fsdp. None leaves all to each
+        microbatch. MaxText must else have `scan_layers=False`, and `gradient_accumulation_steps` above 1.
       **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes, and
         `AXES_BY_EXPERTS` with MaxText's `shard_exp_on_fsdp=True`.
 
@@ -120,21 +128,23 @@ def install(*, kept: bool = False, **options: Unpack[OptionKeywords]) -> None:
       ValueError: an option has a value that it cannot have.
     """
     check_version("maxtext")
+    if kept is not None:
+        check_value("kept", kept, KEPT)
     layer_options = replace_options("install", Options(axes=AXES), options)
 
     from maxtext.layers.moe import RoutedMoE
     from maxtext.trainers.pre_train import train
 
     def call(layer, x, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
-        if kept:
-            check_kept(layer.config)
+        if kept is not None:
+            check_kept(layer.config, kept)
         return run_layer(layer, x, gate_inputs, forced_routed_experts, layer_options)
 
     RoutedMoE.__call__ = call
     # An earlier call of `install` may have wrapped MaxText's function.
     accumulate = inspect.unwrap(train.gradient_accumulation_loss_and_grad)
-    if kept:
-        accumulate = quantize_before(accumulate, layer_options)
+    if kept is not None:
+        accumulate = quantize_before(accumulate, layer_options, kept)
     train.gradient_accumulation_loss_and_grad = accumulate
 
 
@@ -274,13 +284,13 @@ def check_layer(layer: Any) -> None:
         raise Unsupported(f"weight_dtype={config.weight_dtype}: moax quantizes float32 or bfloat16 weights itself")
 
 
-def check_kept(config: Any) -> None:
+def check_kept(config: Any, kept: Kept) -> None:
     """Raises ValueError where MaxText's settings leave nothing to quantize once a step."""
     if config.scan_layers:
-        raise ValueError(f"{KEPT} needs scan_layers=False: a scan over layers copies the quantized weights")
+        raise ValueError(f"+{kept} needs scan_layers=False: a scan over layers copies the quantized weights")
     if config.gradient_accumulation_steps < 2:
         steps = f"gradient_accumulation_steps={config.gradient_accumulation_steps}"
-        raise ValueError(f"{KEPT} needs several microbatches, and {steps}: run the recipe without {KEPT}")
+        raise ValueError(f"+{kept} needs several microbatches, and {steps}: run the recipe without +{kept}")
 
 
 def activation_of(config: Any) -> Activation:
@@ -360,22 +370,23 @@ def bias_update(config: Any, tokens_per_expert: Int[Array, " E"]) -> Array:
     return update_router_bias(bias, tokens_per_expert, config.routed_bias_update_rate)
 
 
-def quantize_before(accumulate: Callable[..., Any], options: Options) -> Callable[..., Any]:
+def quantize_before(accumulate: Callable[..., Any], options: Options, kept: Kept) -> Callable[..., Any]:
     """Returns MaxText's accumulation of gradients, which first quantizes the weights of all layers.
 
     Args:
       accumulate: `gradient_accumulation_loss_and_grad` of MaxText.
       options: the options of `moax.moe`.
+      kept: see `install`.
     """
     from flax import nnx
     from maxtext.layers.moe import RoutedMoE
 
     @functools.wraps(accumulate)
     def accumulate_quantized(loss, config, model, *rest):
-        check_kept(config)
+        check_kept(config, kept)
         layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
         for layer in layers:
-            layer.quantized_weights = nnx.Cache(quantize_layer(layer, options))
+            layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
         result = accumulate(loss, config, model, *rest)
         for layer in layers:
             del layer.quantized_weights  # The state of a step has no quantized weights.
@@ -384,10 +395,15 @@ def quantize_before(accumulate: Callable[..., Any], options: Options) -> Callabl
     return accumulate_quantized
 
 
-def quantize_layer(layer: Any, options: Options) -> QuantizedParams:
+def quantize_layer(layer: Any, options: Options, kept: Kept) -> QuantizedParams:
     """Returns the quantized weights of a layer of MaxText, for all microbatches of a step."""
-    layer_options = options_of(layer.config, options)
-    return quantize_params(params_of(layer), config_of(layer), layer_options, dtype=layer.config.dtype)
+    return quantize_params(
+        params_of(layer),
+        config_of(layer),
+        options_of(layer.config, options),
+        dtype=layer.config.dtype,
+        gather=kept == "gathered",
+    )
 
 
 if __name__ == "__main__":

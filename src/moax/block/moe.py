@@ -41,7 +41,7 @@ from moax.ops.activation import activate
 from moax.ops.balance import BINS, keep_ids
 from moax.ops.matmul import dense
 from moax.ops.router import router_logits
-from moax.ops.weights import QuantizedWeight, quantize_weight
+from moax.ops.weights import QuantizedWeight, find_layout, gather_quantized, quantize_weight
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import Recipe, Recipes, describe_recipes, get_recipes
 from moax.types import QuantizedParams, Routing
@@ -148,6 +148,7 @@ def quantize_params(
     options: Options = Options(),
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    gather: bool = False,
     **keywords: Unpack[OptionKeywords],
 ) -> QuantizedParams:
     """Quantizes wi and wo once for several calls of a block, each for fprop and for dgrad.
@@ -161,11 +162,14 @@ def quantize_params(
       config: the sizes of the block.
       options: those of the `moe` that takes the result; `recipe`, `axes`, `kernels` and `engine` count.
       dtype: the dtype of x in these calls, and so of the products; `kernels="auto"` chooses by it.
+      gather: whether the weights are also gathered over fsdp, once for all calls. No call then gathers a weight, and
+        gradients are scattered as before. Each device holds its experts whole for as long as the result lives.
       **keywords: fields of `Options` that replace those of `options`.
 
     Returns:
       The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
-      weight that its recipe does not quantize. They have no gradient; that of `moe` flows to its `params`.
+      weight that its recipe does not quantize. With `gather` these arrays are split by ep and tp alone: wi [E, H, G, F]
+      over E and F. They have no gradient; that of `moe` flows to its `params`.
 
     Raises:
       ValueError: a shape does not fit, or an option has a value that it cannot have.
@@ -175,15 +179,17 @@ def quantize_params(
     options = replace_options("quantize_params", options, keywords)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)
-    return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
+    check_value("gather", gather, bool)
+    return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype), bool(gather))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _quantize_params(
     params: MoEParams[Array],
     config: MoEConfig,
     options: Options,
     dtype: np.dtype,
+    gather: bool,
 ) -> QuantizedParams:
     view = find_mesh_view(options.axes, options.engine, params)
     declared = _find_declared(view, params, config, options.axes)
@@ -192,7 +198,10 @@ def _quantize_params(
         params = reshard_params(params, declared)
     wi = quantize_weight(view, plan.wi, params.wi)
     wo = quantize_weight(view, plan.wo, params.wo)
-    return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
+    if gather:
+        wi = gather_quantized(view, plan.wi, wi)
+        wo = gather_quantized(view, plan.wo, wo)
+    return QuantizedParams(wi, wo, plan.recipe, plan.kernels, gather)
 
 
 # This is a program of its own, so that a caller who does not jit runs one program too.
@@ -214,10 +223,12 @@ def _moe(
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
     declared = _find_declared(view, params, config, axes)
-    plan = _plan(view, x, config, options, declared, frozen=absent or arrays.adapters is not None)
+    frozen = absent or arrays.adapters is not None
+    gathered = arrays.quantized is not None and arrays.quantized.gathered
+    plan = _plan(view, x, config, options, declared, frozen=frozen, gathered=gathered)
     quantized: Quantized = (None, None)
     if arrays.quantized is not None:
-        _check_quantized(arrays.quantized, plan, params)
+        _check_quantized(view, arrays.quantized, plan, params)
         quantized = (arrays.quantized.wi, arrays.quantized.wo)
     if view.explicit:
         params = reshard_params(params, declared, warn=not absent)
@@ -298,6 +309,7 @@ def _plan(
     declared: MoEParams[Spec],
     *,
     frozen: bool,
+    gathered: bool,
 ) -> BlockPlan:
     """Returns the plan of the experts for x; ValueError where the mesh does not divide its tokens."""
     num_tokens = x.size // x.shape[-1]
@@ -321,6 +333,7 @@ def _plan(
         tokens=tokens,
         dtype=x.dtype,
         frozen=frozen,
+        gathered=gathered,
     )
 
 
@@ -357,13 +370,7 @@ class SharedMatmuls(NamedTuple):
     options: Options
     declared: MoEParams[Spec]
 
-    def multiply(
-        self,
-        x: Float[Array, "T K"],
-        w: Array,
-        name: str,
-        recipe: Recipe,
-    ) -> Float[Array, "T *C"]:
+    def multiply(self, x: Float[Array, "T K"], w: Array, name: str, recipe: Recipe) -> Float[Array, "T *C"]:
         """Returns x w; `name` is the parameter's."""
         options = self.options
         return dense(
@@ -377,13 +384,7 @@ class SharedMatmuls(NamedTuple):
             grad_reduce_dtype=options.grad_reduce_dtype,
         )
 
-    def run_expert(
-        self,
-        x: Float[Array, "T H"],
-        wi: Array,
-        wo: Array,
-        recipe: Recipes,
-    ) -> Float[Array, "T H"]:
+    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array, recipe: Recipes) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
         h = self.multiply(x, wi, "shared_wi", recipe.wi)
         a = activate(h, self.config.activation, self.config.activation_limit)
@@ -449,7 +450,7 @@ def _stats_of_nothing(x: Float[Array, "*batch H"], config: MoEConfig, return_rou
     return MoEStats(loss, loss, counts, count, count + 1, routing, histogram)
 
 
-def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
+def _check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
     same = "pass the same options and the dtype of x to moax.quantize_params"
     if quantized.recipe != plan.recipe:
@@ -463,6 +464,8 @@ def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEPar
     for name in ("wi", "wo"):
         data = _data(getattr(quantized, name))
         shape = getattr(params, name).shape
+        if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
+            shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
         if data.shape != shape:
             raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {shape}")
         if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype != plan.dtype:

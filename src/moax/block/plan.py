@@ -89,6 +89,7 @@ def make_plan(
     tokens: int,
     dtype: DTypeLike,
     frozen: bool = False,
+    gathered: bool = False,
 ) -> BlockPlan:
     """Returns the plan of a block whose shards have `tokens` tokens each.
 
@@ -97,6 +98,7 @@ def make_plan(
       transport: the name of the transport; None leaves the choice to `choose_transport`.
       declared: the spec of each parameter.
       axes, dtype, frozen: see `BlockPlan`.
+      gathered: whether wi and wo come quantized and gathered.
 
     Raises:
       Unsupported: kernels chosen by name cannot run.
@@ -156,8 +158,8 @@ def make_plan(
     reduce_dtype = get_grad_reduce(options.grad_reduce_dtype)
     wi_split = (ep, (), (), tp)
     wo_split = (ep, tp, ())
-    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, wi_split, reduce_dtype)
-    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, wo_split, reduce_dtype)
+    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, wi_split, reduce_dtype, gathered)
+    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, wo_split, reduce_dtype, gathered)
     return BlockPlan(
         config=config,
         recipe=recipe,

@@ -327,7 +327,7 @@ def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     if any(format is not None and format.shared for format in formats):
         return p.axes.tokens
     gathered = set[str]()
-    if p.recipe.wi.w is not None:
+    if p.recipe.wi.w is not None and not p.wi.gathered:
         # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.
         for names in (*layouts[0].gather, *find_layout(p.wi).gather):
             gathered.update(names)

@@ -8,7 +8,7 @@
 `select_kernels` chooses once, by the platform, the dtype, the widths and the caller's `kernels`. After that no code
 asks which implementation runs: `implementation(name)` is a module with the functions of `protocol.Kernels`. An
 implementation keeps its operand formats private: its `matmul` and `wgrad` take what its own `quantize_for_matmul` and
-`gather_shard` return. A further implementation is one module or package and one entry of `IMPLEMENTATIONS`.
+`make_weight_operand` return. A further implementation is one module or package and one entry of `IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations

@@ -127,13 +127,8 @@ class Kernels(Protocol):
         """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
         ...
 
-    def gather_shard(
-        self, shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
-    ) -> Operand:  # fmt: skip
-        """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too.
-
-        With `scales_first` the gather of the values starts when the scales have arrived.
-        """
+    def make_weight_operand(self, whole: QShard, recipe: Recipe, use: Use) -> Operand:
+        """Returns a quantized weight that is whole as an Operand; an array [E, K, C] is an Operand too."""
         ...
 
     def matmul(

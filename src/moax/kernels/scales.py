@@ -122,3 +122,10 @@ def find_scale_axes(
     if gathers_columns and shape[-1] % (columns or 1):
         return None
     return tuple(gather) if gathers_columns else (gather[0], gather[1], ())
+
+
+def turn_dims[Dim](dims: Sequence[Dim], transposed: bool) -> tuple[Dim, ...]:
+    """Returns the dims (e, k, *c) of a weight as (e, *c, k) if `transposed`."""
+    if transposed:
+        return (dims[0], *dims[2:], dims[1])
+    return tuple(dims)

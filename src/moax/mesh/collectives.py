@@ -32,30 +32,38 @@ OVERLAP_OPTIONS: dict[str, Any] = {
 reduce_max = lax.pmax
 
 
-def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
+def gather_weight(w: Array, gather: Sequence[Names], *, equal: bool = False) -> Array:
     """All-gathers a weight: dim i over the axes `gather[i]`.
 
     A shard [8, 16] with gather (("ep", "fsdp"), ()) becomes [8 * ranks, 16], with the ranks of ep and fsdp together.
+    With `equal` the type of the result says that it is equal on these ranks, so that an op may return it.
     """
+    # Where types say nothing, as outside of `check_vma`, JAX refuses "invarying".
+    to = "invarying" if equal and varying(w) else "varying"
     with jax.named_scope("gather_weight"):
         for dim, names in enumerate(gather):
             if names:
-                w = lax.all_gather(w, names, axis=dim, tiled=True)
+                w = lax.all_gather(w, names, axis=dim, tiled=True, to=to)
     return w
 
 
 def gather_quantized(
-    shard: QShard[Array], gather: Sequence[Names], scale_axes: Sequence[Names], scales_first: bool
-) -> tuple[Array, Array]:
+    shard: QShard[Array],
+    gather: Sequence[Names],
+    scale_axes: Sequence[Names],
+    scales_first: bool,
+    *,
+    equal: bool = False,
+) -> QShard[Array]:
     """All-gathers the values of a quantized weight over `gather`, and its scales over `scale_axes`.
 
-    With `scales_first` the gather of the values starts when the scales have arrived.
+    With `scales_first` the gather of the values starts when the scales have arrived. For `equal` see `gather_weight`.
     """
-    scale = gather_weight(shard.scale, scale_axes)
+    scale = gather_weight(shard.scale, scale_axes, equal=equal)
     values = shard.data
     if scales_first:
         values, scale = lax.optimization_barrier((values, scale))
-    return gather_weight(values, gather), scale
+    return QShard(gather_weight(values, gather, equal=equal), scale)
 
 
 def sum_scatter(x: Array, names: Names, *, in_pieces: bool) -> Array:

@@ -7,6 +7,9 @@ Both are ops of their own. Gathered weights and partial gradients are per-device
 over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the matmul. A barrier
 between quantize and all_gather says when the wire starts: the quantization then reads its layer from a stack of weights
 in place, where a barrier in front of it would make XLA copy the layer.
+
+A weight that the caller has quantized may be gathered already, by `gather_quantized`. No axis of fsdp splits it then,
+and the gather of the block moves nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,7 +26,7 @@ from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
 from moax.kernels.device import sums_in_pieces
-from moax.kernels.scales import find_scale_axes
+from moax.kernels.scales import find_scale_axes, turn_dims
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
@@ -49,6 +53,7 @@ class WeightSpec:
     # The axes that split each dim also in a matmul. None keeps ep on E, and tp where the spec has tp.
     kept: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
+    gathered: bool = False  # whether the weight comes quantized and gathered
 
     @property
     def grad_dtype(self) -> np.dtype:
@@ -130,6 +135,19 @@ def find_layout(
     return WeightLayout(Spec(*entries), tuple(split), tuple(gather), matrix_axes)
 
 
+def find_quantized_layout(weight: WeightSpec) -> WeightLayout:
+    """Returns the layout of the weight as it comes quantized, which does not depend on that of w.
+
+    It is the declared layout; a gathered weight is split as in a matmul, by ep and tp alone.
+    """
+    layout = find_layout(weight)
+    if not weight.gathered:
+        return layout
+    split = layout.kept
+    nothing: tuple[Names, ...] = ((),) * len(split)
+    return WeightLayout(Spec(*split), split, nothing, sum(split[1:], ()))
+
+
 def _explain_entry(entry: Names, required: Names, gatherable: Names) -> str:
     """Returns the sentence about a dim: the axes that split it, and the axes that should."""
     state = f"is sharded over {_name_axes(entry)}" if entry else "is not sharded"
@@ -154,7 +172,8 @@ def gather_weight(
 ) -> GatheredWeight:
     """Quantizes the shards of a weight, waits for the arrays `after`, and gathers the weight.
 
-    With `quantized`, which `moax.quantize_params` makes, nothing reads the values of w.
+    With `quantized`, which `moax.quantize_params` makes, nothing reads the values of w. A weight that is `gathered`
+    waits for nothing.
     """
     return GatheredWeight(*_gather(view, static, w, quantized, after))
 
@@ -172,8 +191,7 @@ def gather_shard(
     kernels = implementation(weight.kernels)
     gather = layout.gather
     if quantized is not None:
-        # A quantized weight has the declared layout, whatever the layout of w is.
-        gather = find_layout(weight).gather
+        gather = find_quantized_layout(weight).gather
     shard: Any = w
     if recipe.w is not None:
         if quantized is None:
@@ -183,16 +201,46 @@ def gather_shard(
     elif quantized is not None:
         shard = quantized[0]
     sign = collectives.vary_like(jnp.zeros(1), shard)
+    if weight.gathered:
+        return GatheredWeight(_make_operand(weight, static.use, shard), sign)
     # Backward gathers a weight again, so that XLA must not keep the weight that forward gathered.
     if after or static.use == "dgrad":
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
-    if recipe.w is None:
-        whole = collectives.gather_weight(shard.astype(weight.dtype), gather)
+    whole = _gather_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
+    return GatheredWeight(_make_operand(weight, static.use, whole), sign)
+
+
+def _gather_whole(
+    weight: WeightSpec,
+    use: Use,
+    shard: Any,
+    gather: Sequence[Names],
+    *,
+    scales_first: bool = False,
+    equal: bool = False,
+) -> Any:
+    """Returns the whole weight: a QShard from a QShard, or an array in the dtype of matmuls from an array."""
+    format = weight.recipe.w
+    if format is None:
+        return collectives.gather_weight(shard.astype(weight.dtype), gather, equal=equal)
+    transposed = implementation(weight.kernels).stores_weight_transposed(weight.recipe, use)
+    experts, *matrix = shard.data.shape
+    if transposed:
+        matrix = [matrix[-1], *matrix[:-1]]
+    scale_axes = find_scale_axes((experts, *matrix), format, use, gather) or (gather[0], (), ())
+    gather = turn_dims(gather, transposed)
+    scale_axes = turn_dims(scale_axes, transposed)
+    return collectives.gather_quantized(shard, gather, scale_axes, scales_first, equal=equal)
+
+
+def _make_operand(weight: WeightSpec, use: Use, whole: Any) -> Operand:
+    """Returns the operand of a matmul from a whole weight."""
+    if weight.recipe.w is None:
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
-        operand = kernels.gather_shard(shard, recipe, static.use, gather, scales_first=static.scales_first)
+        operand = implementation(weight.kernels).make_weight_operand(whole, weight.recipe, use)
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
-    return GatheredWeight(lax.optimization_barrier(operand), sign)
+    return lax.optimization_barrier(operand)
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
@@ -207,8 +255,8 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 
 
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
-    """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
-    layout = find_layout(weight)
+    """Returns the specs of a quantized weight of this whole shape, in the layout in which it comes."""
+    layout = find_quantized_layout(weight)
     format = weight.recipe.w
     if format is None:
         return (layout.spec,)
@@ -227,8 +275,8 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
         data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
         scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
         if kernels.stores_weight_transposed(weight.recipe, use):
-            data = [data[0], *data[2:], data[1]]
-            scale = [scale[0], *scale[2:], scale[1]]
+            data = turn_dims(data, True)
+            scale = turn_dims(scale, True)
         specs.append(QShard(Spec(*data), Spec(*scale)))
     return tuple(specs)
 
@@ -240,6 +288,15 @@ def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWe
     _, operands = _quantize.lay_out(view, weight, w)
     data, scale, columns_data, columns_scale = _quantize(view, weight, *operands)
     return QShard(data, scale), QShard(columns_data, columns_scale)
+
+
+def gather_quantized(view: MeshView, weight: WeightSpec, quantized: QuantizedWeight) -> QuantizedWeight:
+    """Returns a weight of `quantize_weight`, gathered over fsdp: the `quantized` of a weight that is `gathered`.
+
+    Its arrays are split as in a matmul, by ep and tp alone. The columns of scales are one dim.
+    """
+    whole = _gather_quantized(view, weight, quantized)
+    return jax.tree.structure(quantized).unflatten(whole)
 
 
 def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
@@ -254,6 +311,38 @@ def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpShardin
     layout = find_layout(weight)
     specs = [spec for shard in quantized_specs(weight, operands[0].shape) for spec in shard]
     return OpSharding((layout.spec,), specs, [()] * 4, layout)
+
+
+def _gather_quantized_shards(weight: WeightSpec, layout: WeightLayout, quantized: QuantizedWeight):
+    arrays: list[Array] = []
+    for use, shard in zip(USES, quantized, strict=False):  # one array is for both uses
+        whole = _gather_whole(weight, use, shard, layout.gather, equal=True)
+        if isinstance(whole, QShard):
+            transposed = implementation(weight.kernels).stores_weight_transposed(weight.recipe, use)
+            whole = QShard(whole.data, _flatten_columns(whole.scale, transposed))
+        arrays += jax.tree.leaves(whole)
+    return tuple(arrays)
+
+
+def _flatten_columns(scale: Array, transposed: bool) -> Array:
+    """Returns scales [E, K, *C] as [E, K, C], or if `transposed` [E, *C, K] as [E, C, K]."""
+    if transposed:
+        return scale.reshape(scale.shape[0], -1, scale.shape[-1])
+    return scale.reshape(*scale.shape[:2], -1)
+
+
+def _gather_quantized_rule(weight: WeightSpec, operands) -> str:
+    results = ["@"] * len(jax.tree.leaves(operands))
+    return f"@ -> {', '.join(results)}"
+
+
+def _gather_quantized_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
+    (quantized,) = operands
+    shape = jax.tree.leaves(quantized[-1])[0].shape  # dgrad takes the weight in the order of its own dims
+    specs = quantized_specs(weight, shape)
+    whole = quantized_specs(dataclasses.replace(weight, gathered=True), shape)
+    results = jax.tree.leaves(whole, is_leaf=lambda v: isinstance(v, Spec))
+    return OpSharding((specs,), results, [()] * len(results), find_layout(weight))
 
 
 def _gather_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
@@ -291,5 +380,11 @@ def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
+_gather_quantized = Op(
+    "gather_quantized",
+    _gather_quantized_shards,
+    _gather_quantized_rule,
+    sharding=_gather_quantized_sharding,
+)
 _gather = Op("gather_weight", gather_shard, "*w, @, @ -> @, @", sharding=_gather_sharding)
 _scatter = Op("scatter_gradient", _scatter_shards, "@, *w -> *w", sharding=_scatter_sharding)

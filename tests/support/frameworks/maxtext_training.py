@@ -108,7 +108,7 @@ def checkpoints(folder: Path, what: str, settings: tuple[str, ...]) -> None:
 def microbatches(folder: Path, what: str, settings: tuple[str, ...]) -> None:
     """Prints rows of two microbatches a step, by moax beside MaxText."""
     want = train(STOCK, folder, "sums", 3, *settings, *MICROBATCHES)
-    for arm in ("none", "none+kept"):
+    for arm in ("none", "none+kept", "none+gathered"):
         sums = train([*MOAX, arm], folder, arm, 3, *settings, *MICROBATCHES)
         report(f"{what}: two microbatches, {arm}", None, 2e-5, sums, want)
 

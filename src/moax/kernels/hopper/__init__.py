@@ -44,9 +44,9 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale
+from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale, turn_dims
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_quantized, is_alone, reduce_max
+from moax.mesh.collectives import is_alone, reduce_max
 from moax.recipe import FULL, Format, Recipe, Recipes, Use
 from moax.types import QArray, QShard
 
@@ -388,7 +388,7 @@ def quantize_shard(
             return shard
         return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
     flat = w.reshape(experts, rows, -1)
-    data_shape = _turn(w.shape, transposed)
+    data_shape = turn_dims(w.shape, transposed)
     if format.block is None:
         scale = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
         q = quantize_weight(flat, format=format, transposed=transposed, scale=scale[:, 0, 0])
@@ -398,35 +398,21 @@ def quantize_shard(
     if any(gather[2:]):  # no block lies in two shards of the last dim
         blocks = [*columns[:-1], columns[-1] // BLOCK]
     data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape)
-    scale = q.scale.reshape(_turn((experts, -(-rows // BLOCK), *blocks), transposed))
+    scale = q.scale.reshape(turn_dims((experts, -(-rows // BLOCK), *blocks), transposed))
     return QShard(data, scale)
 
 
-def gather_shard(
-    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
-) -> Any:  # fmt: skip
-    """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a matmul over rows."""
+def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> Any:
+    """Returns a quantized weight that is whole as a K-major operand: [E, C, K] for a matmul over rows."""
     if not supports_fp8(recipe):
-        return xla.gather_shard(shard, recipe, use, gather, scales_first=scales_first)
+        return xla.make_weight_operand(whole, recipe, use)
     format = cast(Format, recipe.w)
     transposed = stores_weight_transposed(recipe, use)
-    shape = shard.data.shape
-    if transposed:
-        shape = (shape[0], shape[-1], *shape[1:-1])
-    scale_axes = find_scale_axes(shape, format, use, gather) or (gather[0], (), ())
-    data, scale = gather_quantized(shard, _turn(gather, transposed), _turn(scale_axes, transposed), scales_first)
-    data = _flatten_columns(data, transposed)
-    scale = _flatten_columns(scale, transposed)
+    data = _flatten_columns(whole.data, transposed)
+    scale = _flatten_columns(whole.scale, transposed)
     blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
     data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
     return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
-
-
-def _turn(dims: Sequence, transposed: bool) -> tuple:
-    """Returns the dims (e, k, *c) as (e, *c, k) if `transposed`."""
-    if transposed:
-        return (dims[0], *dims[2:], dims[1])
-    return tuple(dims)
 
 
 def _flatten_columns(x, transposed: bool):

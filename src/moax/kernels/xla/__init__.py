@@ -28,7 +28,7 @@ from moax.kernels.scales import dequantize
 from moax.kernels.xla.operands import (
     dequantize_wire,
     gather_rows,
-    gather_shard,
+    make_weight_operand,
     quantize,
     quantize_for_matmul,
     quantize_shard,
@@ -40,7 +40,7 @@ from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
-    "dequantize_wire", "find_groups", "gather_rows", "gather_shard", "gather_sum", "matmul", "matmul_activate",
+    "dequantize_wire", "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
     "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from moax.kernels.scales import (
     to_scale,
 )
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_quantized, reduce_max, vary_like
+from moax.mesh.collectives import reduce_max, vary_like
 from moax.recipe import Format, Recipe, Use
 from moax.types import QArray, QShard
 
@@ -111,13 +111,10 @@ def quantize_shard(
         return QShard(q.data.reshape(w.shape), scale)
 
 
-def gather_shard(
-    shard: QShard, recipe: Recipe, use: Use, gather: Sequence[Names], *, scales_first: bool = False,
-) -> QArray:  # fmt: skip
-    """Returns the whole weight from a quantized shard of it."""
+def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> QArray:
+    """Returns a quantized weight that is whole as the operand of a matmul."""
     format = cast(Format, recipe.w)
-    scale_axes = find_scale_axes(shard.data.shape, format, use, gather) or (gather[0], (), ())
-    data, scale = gather_quantized(shard, gather, scale_axes, scales_first)
+    data, scale = whole
     data = data.reshape(*data.shape[:2], -1)
     scale = scale.reshape(*scale.shape[:2], -1)
     return QArray(data, scale, format.dtype, format.weight_block(3, use))
