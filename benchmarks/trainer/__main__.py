@@ -269,8 +269,15 @@ def list_variants(args: argparse.Namespace, folder: Path, large: bool) -> list[V
             if mesh is not None:
                 settings += mesh.settings.split()
             variants.append(Variant(name, way, mesh, load, layers, args.steps, [base, *settings], here))
-    variants.sort(key=lambda one: one.way.rank)
-    return [one for one in variants if not args.only or any(word in one.name for word in args.only)]
+    return order_variants(variants, args.only)
+
+
+def order_variants(variants: list[Variant], words: list[str] | None) -> list[Variant]:
+    """Returns the variants whose names have a word, those of the first word first; without words all, by rank."""
+    if not words:
+        return sorted(variants, key=lambda one: one.way.rank)
+    named = (one for word in words for one in variants if word in one.name)
+    return list({one.name: one for one in named}.values())
 
 
 def list_settings(args: argparse.Namespace, layers: int, microbatches: int, folder: Path) -> list[str]:
@@ -321,7 +328,7 @@ def main() -> int:
         "--only",
         action="append",
         metavar="WORD",
-        help="variants whose 'case way recipe' has the word; repeatable",
+        help="variants whose 'case way recipe' has the word; repeatable, and the first word's run first",
     )
     add(
         "--mesh",

@@ -10,6 +10,8 @@ from lm.plots import BLUE, GREEN, ORANGE, PURPLE, make_figure, style
 
 WAYS = {  # the lines of the picture, and how each is drawn
     "maxtext-tokamax none": dict(color=ORANGE, linewidth=4, alpha=0.5),
+    "maxtext-tokamax-overlap none": dict(color=ORANGE, linewidth=4, alpha=0.5),
+    "maxtext-tokamax-experts-overlap none": dict(color=ORANGE, linewidth=1.6),
     "maxtext-tokamax-all_to_all none": dict(color=ORANGE, linewidth=4, alpha=0.5),
     "maxtext-tokamax-ring none": dict(color=ORANGE, linewidth=1.6, linestyle=":"),
     "moax none+kept": dict(color=BLUE, linewidth=1.6, linestyle=":"),
@@ -17,6 +19,8 @@ WAYS = {  # the lines of the picture, and how each is drawn
     "moax none": dict(color=BLUE, linewidth=1.6),
     "moax fp8_block": dict(color=GREEN, linewidth=1.6, linestyle="--"),
     "moax fp8_block+kept": dict(color=PURPLE, linewidth=1.6, linestyle=":"),
+    "moax none+gathered": dict(color=BLUE, linewidth=1.6, linestyle="-."),
+    "moax fp8_block+gathered": dict(color=PURPLE, linewidth=1.6, linestyle="-."),
 }
 
 

@@ -191,6 +191,21 @@ def test_no_variant_starts_after_the_clock():
     assert not trainer.Clock(None).is_over()
 
 
+def test_the_words_of_only_are_an_order():
+    """Breaks if a call that is cut measures first what its command names last, or measures a variant twice."""
+    names = ("a none", "b none", "b fp8", "c none")
+    variants = [SimpleNamespace(name=name, way=SimpleNamespace(rank=-i)) for i, name in enumerate(names)]
+    assert [one.name for one in trainer.order_variants(variants, ["fp8", "b "])] == ["b fp8", "b none"]
+    assert [one.name for one in trainer.order_variants(variants, None)] == list(reversed(names))
+
+
+def test_variants_compile_together_where_the_jobs_suffice():
+    """Breaks if a rank waits for the runs of another one with jobs to spare, or if all compile with too few jobs."""
+    variants = [SimpleNamespace(way=SimpleNamespace(rank=rank)) for rank in (0, 0, 1)]
+    assert [len(wave) for wave in trainer.split_waves(variants, 3)] == [3]
+    assert [len(wave) for wave in trainer.split_waves(variants, 2)] == [2, 1]
+
+
 def test_losses_are_compared_with_the_first_row_that_ran():
     """Breaks if no row is compared where the first one failed."""
     rows = [Row("trainer", "tiny", "step", name, "none", path="") for name in ("a", "b", "c")]
