@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.profiles import Kernel, length, union
 
-TOP = 24  # as many kernels are listed of a step
+TOP = 8  # as many kernels are listed of a step
 STAGES = (
     "route",
     "plan",
@@ -167,10 +167,12 @@ def split_step(
     busy = sum(
         length(union((k.start, k.end) for k in kernels if k.device == device)) for device in {k.device for k in kernels}
     )
-    largest = [{"part": part, "kernel": name, "scope": scope[-120:], "us": us} for (part, name, scope), us in listed]
+    largest = [
+        {"part": part, "kernel": name, "scope": scope[-120:], "us": round(us, 1)} for (part, name, scope), us in listed
+    ]
     return {
-        "stages_us": total,
-        "busy_us": busy / 1e3 / steps,
-        "guessed_us": unsure,
+        "stages_us": {part: round(us, 1) for part, us in total.items()},
+        "busy_us": round(busy / 1e3 / steps, 1),
+        "guessed_us": round(unsure, 1),
         "largest": largest,
     }

@@ -255,12 +255,15 @@ def list_variants(args: argparse.Namespace, folder: Path, large: bool) -> list[V
         raise SystemExit("maxtext is not installed; `make trainer-h200` installs it")
     base = str(Path(maxtext.origin).parent / "configs" / "base.yml")
     variants = []
-    for case, mesh, microbatches, load in itertools.product(
-        args.cases, args.mesh or [None], args.microbatches, args.load
+    depths = args.layers or [None]
+    for case, mesh, microbatches, load, depth in itertools.product(
+        args.cases, args.mesh or [None], args.microbatches, args.load, depths
     ):
         model = CASES[case]
-        layers = args.layers or ways.choose_layers(model, mesh, large)
+        layers = depth or ways.choose_layers(model, mesh, large)
         name = ways.name_case(case, mesh, microbatches, load)
+        if len(depths) > 1:
+            name += f" L{layers}"
         for way in ways.list_ways(mesh, microbatches):
             # MaxText reads a setting up to `=`, and a list at commas.
             here = folder / re.sub(r"[^\w.+]+", "-", f"{name}-{way.name}-{way.label}")
@@ -354,7 +357,9 @@ def main() -> int:
     )
     add(
         "--layers",
+        nargs="+",
         type=int,
+        metavar="N",
         help="layers of the model (default: as many as fit an H100, or an H200; more on a mesh)",
     )
     add("--steps", type=int, default=15)
