@@ -1,7 +1,8 @@
 """Explicit axes: whatever legal layout the arrays of a caller have, the block computes the same, or says what is wrong.
 
 Covers: the tokens, the router's input, masks, segments, a caller's routing, the small parameters, the weights of every
-token and adapters, each over axes that moax would not choose; weights, and gate and up, in a layout that cannot work.
+token, adapters and quantized weights, each over axes that moax would not choose; weights, and gate and up, in a layout
+that cannot work.
 """
 
 import dataclasses
@@ -157,6 +158,23 @@ def test_a_choice_agrees_with_the_reference():
         placed = (on_mesh(mesh, CONFIG, tree, layouts) for tree in (floats, integers))
         y, _ = gradients(CONFIG, *placed)
     assert rel_norm(np.reshape(y, (-1, 32)), want) < MESH
+
+
+@pytest.mark.parametrize("entries", [(), (None, "tp", None)], ids=str)
+def test_quantized_weights_in_any_layout(entries):
+    """Breaks if bytes that a caller has moved on Explicit axes raise an error of JAX, or stand for other weights."""
+    config = moax.MoEConfig(32, 48, 8, 2)
+    mesh = make_mesh("tp2x2x2", "explicit")
+    options = moax.Options(recipe="fp8_block")
+    with jax.set_mesh(mesh):
+        params = put(mesh, moax.param_specs(config), make_params(config))
+        quantized = moax.quantize_params(params, config, options, dtype=jnp.float32)
+        moved = jax.tree.map(
+            lambda v: jax.device_put(v, P(*entries[: v.ndim])) if v.shape[1] % 2 == 0 else v, quantized
+        )
+        x = jax.device_put(ARRAYS["x"], P("fsdp"))
+        y, want = (moax.moe(x, params, config, options, quantized=q)[0] for q in (moved, quantized))
+    np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.parametrize(
