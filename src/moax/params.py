@@ -80,6 +80,8 @@ DIMS = dict(
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 # the parameters that belong to no single expert
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")
+# The weights of matmuls; the others are small, and the block moves them as it needs them.
+LARGE = ("wi", "wo", "shared_wi", "shared_wo", "latent_down", "latent_up")
 # State, which no optimizer changes. It is float32: a narrower dtype rounds the small steps of an update away.
 STATE = ("router_bias",)
 # the value that `init` gives to each element

@@ -5,50 +5,41 @@ older than the last change of the code that it measures. Its programs are run by
 """
 
 import itertools
-import json
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from support.results import (
+    RESULTS,
+    Origin,
+    age_of,
+    cited_files,
+    complete_history,
+    is_current,
+    origin,
+    read,
+    read_rows,
+)
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 PROSE = " ".join(README.split())  # sentences without their line ends
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results"
-MEASURED = [f"src/moax/{folder}" for folder in ("kernels", "block", "ops", "exchange")]  # what a result measures
+MAX_AGE = 100  # commits that touch src/, from a result of the README to today
+# The results of the README that are older, and why. Who measures one again takes it off the list.
+OLDER = {
+    "h100_trainer_mixtral.json": "it alone has Mixtral's `none+kept`, in a call of its own on an H100",
+    "h100_trainer_ways.json": "it alone has MaxText's own ways for Mixtral on an H100",
+    "h200_arms.json": "three seeds, each trained to the end in bf16 and in FP8",
+    "h200x2_imbalance.json": "it needs two H200s of one host",
+}
 PEERS = {"torch", "torch_grouped_mm", "torch_scaled_grouped_mm", "pallas_mgpu", "ragged_dot", "public", "native"}
-
-
-class Origin(NamedTuple):
-    """The commit and the day of a result file."""
-
-    sha: str
-    date: str
-
-
-def read(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
-
-
-def read_rows(name: str) -> list[dict]:
-    return read(name)["rows"]
-
-
-def origin(name: str) -> Origin:
-    body = read(name)
-    head = body.get("header", body)
-    return Origin(head["git_sha"][:7], head["date"][:10])
-
-
 AUTO_AT_EP_4 = {
     "qwen3-30b": "all_gather",
     "mixtral-8x7b": "all_to_all",
@@ -64,23 +55,6 @@ def block_times() -> dict[tuple[str, str, str], float]:
         if row["direction"] == "fwd+bwd" and exchange in (None, AUTO_AT_EP_4[model]):
             times[model, row["impl"], row["recipe"]] = row["us"] / 1e3
     return times
-
-
-def is_current(sha: str) -> bool:
-    """Whether the commit is the last one that changed `MEASURED`, or a later one; False for a commit of no history."""
-    last = git("log", "-1", "--format=%H", "--", *MEASURED).stdout.strip()
-    return git("merge-base", "--is-ancestor", last, sha).returncode == 0
-
-
-def git(*command: str) -> subprocess.CompletedProcess:
-    """What git says; it fails where this tree has no repository of its own, and where there is no git."""
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        return subprocess.CompletedProcess(command, 1, "", "")
-    return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True)
-
-
-def complete_history() -> bool:
-    return git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -106,7 +80,7 @@ def undated(text: str, origin: Callable[[str], Origin], current: Callable[[str],
     """
     found = []
     for part in paragraphs(text):
-        for name in dict.fromkeys(re.findall(r"`(?:[\w/]*/)?(\w+\.json)`", part)):
+        for name in cited_files(part):
             sha, date = origin(name)
             if not current(sha) and not (sha in part and date in part):
                 found.append(f"{name} is of {sha}, {date}: write both beside it, or measure again")
@@ -138,6 +112,17 @@ def test_old_numbers_say_their_commit_and_date(page):
     if not complete_history():
         pytest.skip("this tree has no git history, or a part of it, which cannot say what is older")
     assert not undated(page, origin, is_current)
+
+
+def test_numbers_of_the_readme_are_young():
+    """Breaks if the README shows a number that is more than 100 commits of src/ old and that `OLDER` does not name, or
+    if a file of `OLDER` was measured again, or is no longer shown, and is still in the list."""
+    if not complete_history():
+        pytest.skip("a shallow clone, or none, cannot count the commits since a result")
+    ages = {name: age_of(origin(name).sha) for name in cited_files(README)}
+    print(*(f"{name}: {age} commits of src/" for name, age in ages.items()), sep="\n")
+    old = {name for name, age in ages.items() if age is None or age > MAX_AGE}
+    assert old == set(OLDER)
 
 
 def test_an_old_number_without_its_date_is_found():

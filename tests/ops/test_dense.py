@@ -369,6 +369,6 @@ def test_refuses_axes_that_are_no_weights():
         x, w = put(mesh, (P(TOKENS), P("dp")), (np.zeros((16, 8)), np.zeros((8, 8))))
         with pytest.raises(
             ValueError,
-            match="w: dim 1 is sharded over mesh axis 'dp'; .*'fsdp', 'ep' alone",
+            match="w: dim 0 is sharded over mesh axis 'dp'; .*'fsdp', 'ep' alone",
         ):
             dense(x, w)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import apply_experts
-from moax.block.plan import BlockPlan, make_plan
+from moax.block.plan import BlockPlan, check_layouts, make_plan
 from moax.block.rounds import Inputs, Quantized
 from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
@@ -121,7 +121,8 @@ def moe(
       stats: losses and counts over the whole mesh; see `MoEStats`.
 
     Raises:
-      ValueError: a shape, a dtype or an option cannot work. The message names it.
+      ValueError: a shape, a dtype, an option, or on Explicit axes the layout of a weight cannot work. The message names
+        it.
       Unsupported: an exchange, an engine or kernels that were chosen by name cannot run.
       TypeError: `Options` has no field of a keyword's name.
     """
@@ -195,6 +196,7 @@ def _quantize_params(
     declared = _find_declared(view, params, config, options.axes)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
     if view.explicit:
+        check_layouts(view, params, declared)
         params = reshard_params(params, declared)
     wi = quantize_weight(view, plan.wi, params.wi)
     wo = quantize_weight(view, plan.wo, params.wo)
@@ -231,6 +233,7 @@ def _moe(
         _check_quantized(view, arrays.quantized, plan, params)
         quantized = (arrays.quantized.wi, arrays.quantized.wo)
     if view.explicit:
+        check_layouts(view, params, declared)
         params = reshard_params(params, declared, warn=not absent)
     tokens = _flatten(view, x, arrays)
     params = _constrain_params(params, declared, (*ROUTER, "wi", "wo") if absent else ROUTER)
@@ -340,11 +343,12 @@ def _plan(
 def _flatten(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
     """Returns the tokens of a call."""
     rows = flatten_tokens(x, view)
-    mask = arrays.mask
+    real = None
+    if arrays.mask is not None:
+        real = flatten_tokens(arrays.mask[..., None], view)
     if arrays.segment_ids is not None:
-        is_token = arrays.segment_ids >= 0
-        mask = is_token if mask is None else mask & is_token
-    real = None if mask is None else flatten_tokens(mask[..., None], view)
+        is_token = flatten_tokens((arrays.segment_ids >= 0)[..., None], view)
+        real = is_token if real is None else real & is_token
     router_rows = rows
     if arrays.router_input is not None:
         router_rows = flatten_tokens(arrays.router_input, view)

@@ -12,20 +12,22 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from moax.config import MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.groups import allot_rows
-from moax.mesh.axes import ResolvedAxes
+from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
-from moax.mesh.specs import Spec
+from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.ops.weights import WeightSpec
-from moax.params import MoEParams
+from moax.params import DIMS, LARGE, MoEParams
 from moax.recipe import Recipes, get_recipes
 
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
@@ -197,3 +199,34 @@ def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: 
         return tokens
 
     return min(portable, key=cost)
+
+
+def check_layouts(view: MeshView, params: MoEParams[Array], declared: MoEParams[Spec]) -> None:
+    """Raises ValueError for a weight on Explicit axes that the block would have to move unquantized.
+
+    fsdp and ep may split any dim of a shared or latent weight, and tp any dim but gate and up, since a device needs
+    both. `find_layout` has the rule of wi and wo. Another axis may split no weight.
+    """
+    axes = view.axes
+    for name in LARGE:
+        weight = getattr(params, name)
+        if weight is None:
+            continue
+        for dim, names in enumerate(entries_of_type(weight)):
+            allowed = axes.fsdp + axes.ep
+            if DIMS[name][dim] != "G":
+                allowed += axes.tp
+            for axis in names:
+                if axis in allowed or view.mesh.shape[axis] == 1:
+                    continue
+                raise ValueError(
+                    f"params.{name} has the layout {jax.typeof(weight).sharding.spec}: dim {dim} is sharded over mesh "
+                    f"axis {axis!r}; {_explain(allowed)}, as in moax.param_specs, {getattr(declared, name)}"
+                )
+
+
+def _explain(allowed: Names) -> str:
+    """Returns the sentence about the axes that may split a dim."""
+    if not allowed:
+        return "the dim must be whole"
+    return f"the mesh axes {allowed} alone may split the dim"

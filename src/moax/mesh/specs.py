@@ -282,7 +282,7 @@ def _dims_by_type(x: Array, axes: Axes, view: MeshView) -> tuple[Names, ...] | N
     """Returns all axes of tokens over the leading dims of x, by its type; None where an axis divides no dim."""
     resolved = view.axes
     dims = []
-    for dim, names in enumerate(_entries_of_type(x)[:-1]):
+    for dim, names in enumerate(entries_of_type(x)[:-1]):
         for name in names:
             if name not in axes.names and view.mesh.shape[name] > 1:
                 raise ValueError(
@@ -303,23 +303,36 @@ def _dims_by_type(x: Array, axes: Axes, view: MeshView) -> tuple[Names, ...] | N
     return tuple(dims)
 
 
-def _entries_of_type(x: Array) -> tuple[Names, ...]:
+def entries_of_type(x: Array) -> tuple[Names, ...]:
     """Returns the axes over each dim of x, by its type."""
     return pad(jax.typeof(x).sharding.spec, x.ndim)
 
 
-def flatten_tokens(x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array, "T H"]:
+def check_whole(name: str, x: Array, dim: int) -> None:
+    """Raises ValueError where the type of x, an array of this name, splits a dim that each device needs whole."""
+    sharding = jax.typeof(x).sharding
+    split = [axis for axis in entries_of_type(x)[dim] if sharding.mesh.shape[axis] > 1]
+    if split:
+        raise ValueError(
+            f"{name} has the layout {sharding.spec}: dim {dim} is sharded over mesh axes {split}; it must be whole, as "
+            "jax.sharding.reshard makes it"
+        )
+
+
+def flatten_tokens(x: Shaped[Array, "*batch H"], view: MeshView, *, whole_rows: bool = False) -> Shaped[Array, "T H"]:
     """Reshapes x [..., H] to [T, H], with T over `view.axes.tokens`. Each device flattens its own shard.
 
     If two devices of cp split S=4 of x [2, 4, H], the first one has the rows (0, 0), (0, 1), (1, 0), (1, 1), and the
     second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
-    order of a plain reshape, and on Explicit axes the axes of tokens split T if they divide it.
+    order of a plain reshape, and on Explicit axes the axes of tokens split T if they divide it. There H stays split as
+    the type of x says, unless `whole_rows` asks for whole rows.
     """
     dims = view.dims
     tokens = view.axes.tokens
     columns = ()
+    if view.explicit and not whole_rows:
+        columns = tuple(name for name in entries_of_type(x)[-1] if name not in tokens)
     if view.explicit:
-        columns = tuple(name for name in _entries_of_type(x)[-1] if name not in tokens)
         leading = dims or [None] * (x.ndim - 1)
         x = jax.sharding.reshard(x, NamedSharding(view.mesh, Spec(*leading, columns)))
     # Where axes split the first dim alone, a plain reshape keeps each row on its device.

@@ -38,6 +38,7 @@ from moax.activations import (
     operations,
 )
 from moax.checks import check_arrays
+from moax.mesh.specs import check_whole
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal
@@ -60,12 +61,13 @@ def activate(
 
     Raises:
       ValueError: the activation is unknown, not elementwise or not 0 at 0, or h has fewer than two dims or another G
-        than the activation takes.
+        than the activation takes, or axes split its dim G.
     """
     check_activation("activation", activation)
     act = activation_of(activation, limit)
     gates = gates_of(activation)
     check_arrays("h [..., G, F]", h, G=gates)
+    check_whole("h", h, h.ndim - 2)
     halves = [h[..., g, :].astype(jnp.float32) for g in range(gates)]
     return act(*halves).astype(h.dtype)
 

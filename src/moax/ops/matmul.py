@@ -160,6 +160,7 @@ def dense(
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
     declared = Spec(None, *check_spec("w_spec", w_spec, w.ndim))
     weight = _make_weight(view, x, declared, recipe, grad_reduce_dtype)
+    weight = dataclasses.replace(weight, added_dims=1)
     static = _make_spec(view, weight, (1, *w.shape), None, preferred_element_type, kernels)
     rows = flatten_tokens(x, view)
     if bias is not None:

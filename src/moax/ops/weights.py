@@ -54,6 +54,7 @@ class WeightSpec:
     kept: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
     gathered: bool = False  # whether the weight comes quantized and gathered
+    added_dims: int = 0  # the leading dims that the caller's array does not have, which errors do not count
 
     @property
     def grad_dtype(self) -> np.dtype:
@@ -129,7 +130,9 @@ def find_layout(
         gathered = entry[len(split_entry) :]
         if entry[: len(split_entry)] != split_entry or not set(gathered) <= set(gatherable):
             error = ValueError if any(entries) else WholeWeight
-            raise error(f"{weight.name}: dim {dim} {_explain_entry(entry, split_entry, gatherable)}")
+            raise error(
+                f"{weight.name}: dim {dim - weight.added_dims} {_explain_entry(entry, split_entry, gatherable)}"
+            )
         gather.append(gathered)
     matrix_axes = sum((*gather[1:], *split[1:]), ())
     return WeightLayout(Spec(*entries), tuple(split), tuple(gather), matrix_axes)
