@@ -116,13 +116,17 @@ def test_old_numbers_say_their_commit_and_date(page):
 
 def test_numbers_of_the_readme_are_young():
     """Breaks if the README shows a number that is more than 100 commits of src/ old and that `OLDER` does not name, or
-    if a file of `OLDER` was measured again, or is no longer shown, and is still in the list."""
+    if a file of `OLDER` was measured again, or is no longer shown, and is still in the list.
+
+    A file that is nearly too old may be in the list, so that the next commit breaks nothing.
+    """
     if not complete_history():
         pytest.skip("a shallow clone, or none, cannot count the commits since a result")
     ages = {name: age_of(origin(name).sha) for name in cited_files(README)}
     print(*(f"{name}: {age} commits of src/" for name, age in ages.items()), sep="\n")
     old = {name for name, age in ages.items() if age is None or age > MAX_AGE}
-    assert old == set(OLDER)
+    assert old <= set(OLDER) <= set(ages)
+    assert not [name for name in OLDER if name not in old and ages[name] < MAX_AGE // 2]
 
 
 def test_an_old_number_without_its_date_is_found():
