@@ -43,6 +43,29 @@ def test_values_and_derivatives(activation):
     assert rel_error(a, reference.activate(jnp.asarray(h), activation)) < 1e-6
 
 
+@pytest.mark.parametrize("activation", some(SIX, 2))
+def test_keeps_h_alone(activation):
+    """Breaks if forward leaves the float32 arrays of the function to backward, or if a or its gradient has other bits
+    than the function without `jax.checkpoint`."""
+    h = jnp.asarray(hidden(activation, 32), jnp.bfloat16)
+    d_a = jnp.asarray(random(1, 32, 48), jnp.bfloat16)
+
+    def plain(h):
+        halves = [h[..., g, :].astype(jnp.float32) for g in range(gates_of(activation))]
+        return activation_of(activation)(*halves).astype(h.dtype)
+
+    def run(fn, h, d_a):
+        a, pull = jax.vjp(fn, h)
+        return a, *pull(d_a)
+
+    kept = jax.eval_shape(lambda h: jax.vjp(lambda h: activate(h, activation), h)[1], h)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(kept)] == [(h.shape, h.dtype)]
+    fns = (lambda h: activate(h, activation)), plain
+    results = [jax.jit(functools.partial(run, fn))(h, d_a) for fn in fns]
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 def test_clamped_values_have_no_gradient():
     """Past the clamp the output is constant: a gradient there would push a saturated unit on."""
     h = jnp.asarray([[[9.0, 1.0, 9.0], [1.0, -9.0, 9.0]]])

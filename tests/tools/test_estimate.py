@@ -110,8 +110,8 @@ def test_bytes_are_those_of_the_program(case):
     ),
 )
 def test_memory_is_that_of_the_program(case):
-    """Breaks if weights are not the arguments of a compiled program to the byte, or if saved arrays are not within 2 %
-    of the program's that returns what `jax.vjp` keeps."""
+    """Breaks if weights are not the arguments of a compiled program to the byte, or if saved arrays are not within
+    2.5 % of the program's that returns what `jax.vjp` keeps."""
     config, sizes, recipe, exchange, factor = CASES[case]
     settings = dict(
         recipe=recipe,
@@ -135,8 +135,8 @@ def test_memory_is_that_of_the_program(case):
     tokens = TOKENS * 8 * config.d_model * 2
     assert got.weights == got.gradients == measured.argument_size_in_bytes - tokens
     again = got.weights + (copies - 1) * tokens
-    # The trace on Explicit axes saves up to 1.2 % more than the program on Auto axes, small arrays of the routing.
-    assert got.saved == pytest.approx(measured.output_size_in_bytes - again, rel=0.02)
+    # The trace on Explicit axes saves up to 2.3 % more than the program on Auto axes, small arrays of the routing.
+    assert got.saved == pytest.approx(measured.output_size_in_bytes - again, rel=0.025)
 
 
 def rows_of(name: str) -> list[dict]:
@@ -247,6 +247,15 @@ def test_saved_arrays_say_why_fp8_keeps_more():
     assert sizes[1].keys() - sizes[0].keys() == {("moax_rows", "float8_e4m3fn"), ("moax_rows", "float32")}
     again = estimate("qwen3-30b", {"fsdp": 8}, 8192, recipe="fp8_block", save_rows=False, **options)
     assert {a.name for a in fp8.saved_arrays} - {a.name for a in again.saved_arrays} == {"moax_rows"}
+
+
+def test_a_shared_expert_keeps_no_float32():
+    """Breaks if backward of a shared expert or of its gate keeps rows in float32, which it makes of rows in bf16."""
+    config = moax.MoEConfig(2048, 768, 128, 8, shared_d_ff=512, shared_gate=True)
+    e = estimate(config, {"fsdp": 8}, 8192)
+    rows = [(a.dtype, a.shape) for a in e.saved_arrays if a.shape[0] == 8192 and a.bytes >= 8192 * 512]
+    kept = [("bfloat16", (8192, columns)) for columns in (512, 1024, 2048, 2048)]  # a, h, x, and rows before the gate
+    assert sorted(rows, key=str) == sorted([*kept, ("float32", (8192, 128))], key=str)
 
 
 def test_a_policy_keeps_no_rows(monkeypatch):

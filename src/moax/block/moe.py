@@ -37,7 +37,7 @@ from moax.mesh.specs import (
     flatten_tokens,
     unflatten_tokens,
 )
-from moax.ops.activation import activate
+from moax.ops.activation import activate, multiply_gate
 from moax.ops.balance import BINS, keep_ids
 from moax.ops.matmul import dense
 from moax.ops.router import router_logits
@@ -422,8 +422,7 @@ def _add_shared(
         options = matmuls.options
         column = params.shared_gate[:, None]
         logits = router_logits(tokens, column, axes=options.axes, engine=options.engine)
-        gate = jax.nn.sigmoid(logits)
-        shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
+        shared = multiply_gate(shared, jax.nn.sigmoid(logits), y.dtype)
     return y + shared
 
 

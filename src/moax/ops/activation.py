@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.activations import (
@@ -68,8 +69,20 @@ def activate(
     gates = gates_of(activation)
     check_arrays("h [..., G, F]", h, G=gates)
     check_whole("h", h, h.ndim - 2)
-    halves = [h[..., g, :].astype(jnp.float32) for g in range(gates)]
-    return act(*halves).astype(h.dtype)
+
+    # Backward keeps h alone, and computes the float32 arrays of the function again: swiglu has 5 F a row.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def compute(h):
+        halves = [h[..., g, :].astype(jnp.float32) for g in range(gates)]
+        return act(*halves).astype(h.dtype)
+
+    return compute(h)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def multiply_gate(rows: Float[Array, "T H"], gate: Float[Array, "T 1"], dtype: DTypeLike) -> Float[Array, "T H"]:
+    """Returns each row times its gate f32, multiplied in float32; backward keeps no rows in float32."""
+    return (rows.astype(jnp.float32) * gate).astype(dtype)
 
 
 @functools.cache
