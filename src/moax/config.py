@@ -201,8 +201,9 @@ class Options:
         the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
         bounds the rows that the exchange moves already, in one round.
       save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
-        them again, which takes less memory. Where matmuls gather rows of x themselves, and no rows travel, forward
-        keeps none in any case.
+        them again, which takes less memory. None keeps them but where ep has size 1 and one kernel gathers and
+        quantizes them: there backward needs little time for them. Where matmuls gather rows of x themselves, and no
+        rows travel, forward keeps none in any case.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
         dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
@@ -219,7 +220,7 @@ class Options:
     kernels: str = "auto"
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
-    save_rows: bool = True
+    save_rows: bool | None = None
     grad_reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
@@ -245,7 +246,7 @@ class OptionKeywords(TypedDict, total=False):
     kernels: str
     engine: Engine
     buffer_factor: float | None
-    save_rows: bool
+    save_rows: bool | None
     grad_reduce_dtype: DTypeLike | None
 
 

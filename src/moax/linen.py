@@ -81,7 +81,7 @@ class MoEBlock(MoELayer, nn.Module):
     kernels: str = "auto"
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
-    save_rows: bool = True
+    save_rows: bool | None = None
     grad_reduce_dtype: jax.typing.DTypeLike | None = None
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32

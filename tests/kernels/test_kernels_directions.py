@@ -29,7 +29,7 @@ def results(jaxpr):
 
 @pytest.mark.parametrize(
     ("what", "want"),
-    some([("forward", (1, 0)), ("again", (2, 2)), ("gradient", (2, 2)), ("frozen", (2, 0))], 1),
+    some([("forward", (1, 0)), ("again", (2, 2)), ("gradient", (2, 2)), ("kept", (2, 2)), ("frozen", (2, 0))], 1),
 )
 def test_makes_what_is_taken(monkeypatch, what, want):
     """Breaks if the rows of x or dy are quantized in a direction that no product takes: that is a third to a half of
@@ -49,6 +49,7 @@ def test_makes_what_is_taken(monkeypatch, what, want):
         "forward": forward,
         "gradient": jax.grad(forward, (0, 1)),
         "again": jax.grad(lambda x, params: forward(x, params, save_rows=False), (0, 1)),
+        "kept": jax.grad(lambda x, params: forward(x, params, save_rows=True), (0, 1)),
         "frozen": jax.grad(frozen),
     }[what]
     shapes = results(jax.make_jaxpr(run)(x, params).jaxpr)
@@ -73,3 +74,22 @@ def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
     assert shapes.count(rows) == 2 + 2 * sorts
     saved = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
     assert [v.shape for v in saved].count(rows) == sorts
+
+
+@pytest.mark.parametrize(("recipe", "keeps"), [("fp8_block", False), ("fp8_tensor", True)])
+def test_keeps_rows_that_cost_a_pass(monkeypatch, recipe, keeps):
+    """Breaks if forward keeps rows that backward makes by the kernel that quantizes them, or leaves rows to backward
+    that need a gather of their own; `save_rows` decides by itself where it is a bool."""
+    pretend(monkeypatch)
+    params = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((TOKENS, CONFIG.d_model), jnp.bfloat16)
+
+    def counted(save_rows):
+        def run(x, params):
+            options = dict(recipe=recipe, kernels="hopper", save_rows=save_rows)
+            return moax.moe(x, params, CONFIG, **options)[0]
+
+        saved = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
+        return [(v.shape, v.dtype) for v in saved].count(((CONFIG.d_model, SORTED), jnp.float8_e4m3fn))
+
+    assert [counted(save_rows) for save_rows in (None, True, False)] == [keeps, True, False]

@@ -157,6 +157,12 @@ def make_plan(
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if limits_rows else None)
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * LATER_ROWS // 20))
 
+    # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
+    must_keep = bool(ep) or frozen
+    save_rows = options.save_rows
+    if save_rows is None:
+        save_rows = must_keep or not local.sorts_and_quantizes(recipe.wi)
+
     reduce_dtype = get_grad_reduce(options.grad_reduce_dtype)
     wi_split = (ep, (), (), tp)
     wo_split = (ep, tp, ())
@@ -174,7 +180,7 @@ def make_plan(
         later=Round(dataclasses.replace(exchange, slots=later_slots), later),
         overflows=limits_rows or limits_slots,
         expected=assignments,
-        save_rows=options.save_rows and (bool(ep) or frozen or not gathers_x),
+        save_rows=save_rows and (must_keep or not gathers_x),
         frozen=frozen,
         gathers_x=gathers_x,
         gathers_dy=gathers_dy,

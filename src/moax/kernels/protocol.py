@@ -29,6 +29,10 @@ class Kernels(Protocol):
         """Returns whether matmuls of this recipe multiply in FP8; else operands are dequantized to the dtype."""
         ...
 
+    def sorts_and_quantizes(self, recipe: Recipe) -> bool:
+        """Returns whether one kernel sorts and quantizes rows of x, so that they are cheap to make for wgrad alone."""
+        ...
+
     def stores_weight_transposed(self, recipe: Recipe, use: Use) -> bool:
         """Returns whether a quantized shard of a weight has the dims (E, *C, K)."""
         ...

@@ -151,7 +151,7 @@ def quantize_for_matmul(
         operand = GatheredRows(x, gather_idx)
         return operand, operand
     fp8 = supports_fp8(recipe)
-    # The kernel gathers where each block has a scale.
+    # The kernel gathers where each block has a scale, see `sorts_and_quantizes`.
     if gather_idx is not None and not (fp8 and format.block):
         with jax.named_scope("permute"):
             x = gather_rows(x, gather_idx, groups)
@@ -357,6 +357,11 @@ def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_id
     if gather_idx is not None:
         tile = dataclasses.replace(tile, cluster=1)
     return tile
+
+
+def sorts_and_quantizes(recipe: Recipe) -> bool:
+    """Returns whether each block of a row has a scale of its own, in FP8: the kernel then gathers as it quantizes."""
+    return supports_fp8(recipe) and recipe.x is not None and recipe.x.block is not None
 
 
 def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:

@@ -41,7 +41,7 @@ from moax.types import QArray
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
     "dequantize_wire", "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
-    "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
+    "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard", "sorts_and_quantizes",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
@@ -53,6 +53,11 @@ STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads
 
 def supports_fp8(recipe: Recipe) -> bool:
     """Returns False: operands are dequantized to the dtype."""
+    return False
+
+
+def sorts_and_quantizes(recipe: Recipe) -> bool:
+    """Returns False: a gather writes the sorted rows."""
     return False
 
 
