@@ -5,13 +5,15 @@
 `ways.LOADS`. `hlo` is a file for the optimized program of the step, or null. The process imports, then waits for a line
 on stdin: the imports of one variant so run beside the steps of another. With `compile` it compiles the step for shapes
 alone, which leaves it in the compilation cache, and ends.
-Otherwise it trains, and writes `result`, a JSON file.
+Otherwise it trains, and writes `result`, a JSON file. Its `seconds` tell when the step was lowered and compiled, and
+when the process had trained, since the line on stdin.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -46,8 +48,13 @@ def main() -> None:
         if job["compile"]:
             raise SystemExit(0)
 
+    def note_time(what):
+        results.setdefault("seconds", {})[what] = round(time.monotonic() - start, 1)
+
     def compile_step(lowered, *args, **options):
+        note_time("lowered")
         programs[:] = [compile_lowered(lowered, *args, **options)]
+        note_time("compiled")
         return programs[0]
 
     def make_shapes(data_iterator, config, mesh, checkpoint_manager, init_state):
@@ -62,9 +69,11 @@ def main() -> None:
         maxtext_utils.setup_training_state = make_shapes
         train.get_first_step = lambda model, state: 0
     sys.stdin.readline()
+    start = time.monotonic()
     try:
         train.main(["", *job["argv"]])
     finally:
+        note_time("trained")
         results["memory"] = jax.local_devices()[0].memory_stats()
         Path(job["result"]).write_text(json.dumps(results))
 
