@@ -79,13 +79,7 @@ def _check_float_dtype(name: str, value: Any) -> None:
         raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
 
 
-def _check_number(
-    name: str,
-    value: Any,
-    kind: type,
-    least: float | None,
-    above: float | None,
-) -> None:
+def _check_number(name: str, value: Any, kind: type, least: float | None, above: float | None) -> None:
     """Raises ValueError unless value is a finite number of the kind int or float, within its bound."""
     if least is None:
         least = int(kind is int)
@@ -113,13 +107,7 @@ def _require(fits: bool, name: str, value: Any, expected: str) -> None:
         raise ValueError(f"{name}={value!r} must be {expected}")
 
 
-def check_fields(
-    config: Any,
-    owner: str,
-    *,
-    positive: Sequence[str] = (),
-    zero: Sequence[str] = (),
-) -> None:
+def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
     """Checks the fields of a dataclass by `check_value` of their annotations, and replaces NumPy's numbers by Python's.
 
     A float that `positive` names is above 0, and an int that `zero` names may be 0. A field that may be of several

@@ -114,12 +114,7 @@ class MoELayer:
         dtype = dtype or self.dtype or jnp.bfloat16
         return quantize_params(self.params, self.config, self.options, dtype=dtype, gather=gather)
 
-    def update_router_bias(
-        self,
-        stats: MoEStats,
-        rate: float | None = None,
-        rule: Rule = "sign",
-    ) -> None:
+    def update_router_bias(self, stats: MoEStats, rate: float | None = None, rule: Rule = "sign") -> None:
         """Updates the selection bias by `moax.update_router_bias`.
 
         Stacked layers have a bias [L, E], and take the stats that a scan over them stacks.
@@ -208,13 +203,7 @@ class DenseLayer:
     engine: Engine
     kernels: str
 
-    def _make(
-        self,
-        key,
-        initializer: Initializer,
-        shape: tuple[int, int],
-        name: str,
-    ) -> LaidOutArray:
+    def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str) -> LaidOutArray:
         dims = slice(1, 2) if name == "bias" else slice(2)  # the bias has the columns alone
         spec = self._find_specs(shape)[name]
         make = make_sharded(lambda key: initializer(key, shape[dims], self.param_dtype), spec)

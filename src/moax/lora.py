@@ -105,11 +105,7 @@ def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
     return Adapters(**shapes)
 
 
-def adapter_specs(
-    config: MoEConfig,
-    axes: Axes = Axes(),
-    mesh: AnyMesh | None = None,
-) -> Adapters[Spec]:
+def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:
     """Returns the PartitionSpec of each adapter: experts over ep, F over tp; fsdp and dp replicate them.
 
     For arguments and errors see `moax.param_specs`.

@@ -29,11 +29,7 @@ def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
     return 1.0 / (1.0 + jnp.exp(-logits))
 
 
-def eligible_experts(
-    scores: Float[Array, "T E"],
-    config: RouterConfig,
-    top_k: int,
-) -> Bool[Array, "T E"]:
+def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: int) -> Bool[Array, "T E"]:
     """Returns whether group-limited routing may choose each expert, [T, E] bool.
 
     It may choose the experts of the groups with the best group score.

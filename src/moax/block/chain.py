@@ -383,12 +383,7 @@ def expert_down(
     return o
 
 
-def expert_down_grad(
-    p: BlockPlan,
-    d_o: Operand,
-    wo: Operand,
-    groups: Groups,
-) -> Float[Array, "N F"]:
+def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) -> Float[Array, "N F"]:
     """Returns d_a = d_o wo^T."""
     with jax.named_scope("expert_down"):
         return implementation(p.kernels).matmul(d_o, wo, groups, p.dtype, transpose=True)

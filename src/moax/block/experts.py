@@ -135,13 +135,7 @@ def _apply_plain(view: MeshView, p: BlockPlan, *operands):
 _experts = differentiable("moe", _forward, _backward, plain=_apply_plain)
 
 
-def _forward_shards(
-    p: BlockPlan,
-    layouts: Layouts,
-    inputs: Inputs,
-    w: Weights[Array],
-    gathered: Gathered,
-):
+def _forward_shards(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered):
     """Returns y, the dropped assignments, the most rounds, and the residuals."""
     return tuple(run_forward(p, layouts, inputs, w, gathered))
 
@@ -206,12 +200,7 @@ def _find_small_specs(p: BlockPlan, w: Weights[Array]) -> list[Spec | None]:
     return specs
 
 
-_forward_op = Op(
-    "experts",
-    _forward_shards,
-    "{t h | t k | t k}, @, @ -> t h, @, @, @",
-    sharding=_sharding,
-)
+_forward_op = Op("experts", _forward_shards, "{t h | t k | t k}, @, @ -> t h, @, @, @", sharding=_sharding)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,

@@ -239,11 +239,7 @@ def use_gathered(w: Weights[Any], gathered: Gathered) -> Weights[Operand]:
     return w._replace(wi=wi, wo=wo)
 
 
-def find_overflow(
-    p: BlockPlan,
-    received: Received,
-    exchange_rounds: Int[Array, ""],
-) -> Int[Array, " 3"]:
+def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, ""]) -> Int[Array, " 3"]:
     """Returns where the loop of overflow rounds begins and ends on this rank, as a `Cursor` in an array."""
     needs_rounds = exchange_rounds > 1
     max_rows = p.first.permute.max_rows

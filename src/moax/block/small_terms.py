@@ -101,13 +101,7 @@ def grad_down(
     return grads
 
 
-def low_rank(
-    p: BlockPlan,
-    x: Float[Array, "N K"],
-    a: Array,
-    b: Array,
-    groups: Groups,
-) -> Float[Array, "N C"]:
+def low_rank(p: BlockPlan, x: Float[Array, "N K"], a: Array, b: Array, groups: Groups) -> Float[Array, "N C"]:
     """Returns (x a) b of an adapter, a partial sum where mesh axes split K; a rank is small, so XLA multiplies."""
     local = implementation(DEFAULT)
     low = local.matmul(x, a, groups, p.dtype)

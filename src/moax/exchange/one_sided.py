@@ -94,13 +94,7 @@ class OneSided(Transport):
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
         return reason
 
-    def cost(
-        self,
-        static: ExchangeSpec,
-        top_k: int,
-        step: str,
-        moved: Sequence[Transfer],
-    ) -> list[Transfer]:
+    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
         ranks = static.ranks
         axes = static.axes
         columns = [(transfer.shape[1], transfer.dtype) for transfer in moved]

@@ -115,13 +115,7 @@ class Transfer:
     bytes: int
 
 
-def collective(
-    kind: str,
-    dtype: str,
-    shape: Sequence[int],
-    resolved: ResolvedAxes,
-    axes: Names,
-) -> Transfer:
+def collective(kind: str, dtype: str, shape: Sequence[int], resolved: ResolvedAxes, axes: Names) -> Transfer:
     """Returns the Transfer of a collective by the ring algorithm."""
     group = resolved.size(axes)
     sent = ring_bytes(kind, math.prod(shape) * jnp.dtype(dtype).itemsize, group)
@@ -169,13 +163,7 @@ class Transport:
         """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
         raise NotImplementedError
 
-    def send(
-        self,
-        static: ExchangeSpec,
-        rows: Array,
-        narrow: Sequence[Array],
-        sent: Sent,
-    ) -> Arrived:
+    def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
 
         Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
@@ -193,13 +181,7 @@ class Transport:
         """
         return None
 
-    def cost(
-        self,
-        static: ExchangeSpec,
-        top_k: int,
-        step: str,
-        moved: Sequence[Transfer],
-    ) -> list[Transfer]:
+    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.
 
         `step` is a scope of `moax.ops.dispatch_combine`, and `moved` are the collectives that all_to_all has there, the

@@ -105,13 +105,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "kolibri1": replace(
         OLMOE,
-        published=block_layout(
-            "mlp",
-            GATE,
-            "../moe.router.expert_bias router_bias E",
-            SHARED,
-            PROJ,
-        ),
+        published=block_layout("mlp", GATE, "../moe.router.expert_bias router_bias E", SHARED, PROJ),
         experts=MIXTRAL.experts,
         d_ff=MOE_WIDTH,
         router=replace(SIGMOID, order="topk_then_score"),
@@ -179,12 +173,7 @@ FAMILIES: dict[str, Family] = {
         router=RouterConfig(bias=True),
         shared=("moe_intermediate_size=1536", "moe_num_shared_experts=2"),
         fixed={"use_bias": False},
-        layers=Layers(
-            "",
-            "moe_layer_start_index=1",
-            "moe_layer_end_index=-1",
-            step="moe_layer_interval=1",
-        ),
+        layers=Layers("", "moe_layer_start_index=1", "moe_layer_end_index=-1", step="moe_layer_interval=1"),
     ),
     "llama4": Family(
         published=block_layout("feed_forward", ROUTER, ONE_SHARED, TRANSPOSED),

@@ -116,13 +116,7 @@ class Tensor:
     def _in_order_of_field(self, letters: str) -> str:
         return "".join(d for d in DIMS[self.field] if d in letters)
 
-    def _transpose(
-        self,
-        array: np.ndarray,
-        source: str,
-        target: str,
-        shape: Sequence[int],
-    ) -> np.ndarray:
+    def _transpose(self, array: np.ndarray, source: str, target: str, shape: Sequence[int]) -> np.ndarray:
         array = array.reshape([self.sizes[d] for d in source])
         return array.transpose([source.index(d) for d in target]).reshape(shape)
 

@@ -93,12 +93,7 @@ class Collective(Transfer):
         return f"{text}, {self.bytes:,} bytes, from {self.op_name or '?'}"
 
 
-def collectives(
-    fn: Program,
-    *args: Any,
-    mesh: AnyMesh | None = None,
-    **kwargs: Any,
-) -> list[Collective]:
+def collectives(fn: Program, *args: Any, mesh: AnyMesh | None = None, **kwargs: Any) -> list[Collective]:
     """Lists the collectives of `fn(*args, **kwargs)`. It compiles `fn` for the arguments' shardings, and runs nothing.
 
     The dtypes are those of the function, which a GPU moves; XLA's CPU compiler would widen bf16 and f8. A compiled `fn`

@@ -354,12 +354,7 @@ class _Flow:
                 result = sources[name]
         return result
 
-    def _step(
-        self,
-        computation: str,
-        instruction: Instruction,
-        operands: tuple[Sources, ...],
-    ) -> Sources:
+    def _step(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
         """Returns the sources of the result of an instruction."""
         opcode = instruction.opcode
         called = [callee for _, callee in instruction.calls if callee in self.program.computations]
@@ -398,12 +393,7 @@ class _Flow:
                 return state
             state = next_state
 
-    def _cross(
-        self,
-        computation: str,
-        instruction: Instruction,
-        operands: tuple[Sources, ...],
-    ) -> Sources:
+    def _cross(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
         """Returns the sources of the results of a collective: those of its operands, and the results themselves."""
         arrays = [(computation, instruction.name, i) for i in range(len(instruction.elements))]
         if len(operands) != len(arrays):

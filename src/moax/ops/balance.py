@@ -158,13 +158,7 @@ def update_router_bias(
     return jnp.where(finite, new, bias)
 
 
-def sum_losses(
-    config: RouterConfig,
-    logits: Float[Array, "T E"],
-    log_scores,
-    mask,
-    balance,
-) -> Sums:
+def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
     """Returns the Sums of one device, with the `balance` [T, E] of `balance_sequences`."""
     sum_of_shares = None
     sum_of_z = None

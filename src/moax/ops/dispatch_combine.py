@@ -181,21 +181,13 @@ def dispatch_backward(
     return dx, d_weights
 
 
-def combine_forward(
-    static: ExchangeSpec,
-    rows: Float[Array, "R H"],
-    sent: Sent,
-) -> Float[Array, "T H"]:
+def combine_forward(static: ExchangeSpec, rows: Float[Array, "R H"], sent: Sent) -> Float[Array, "T H"]:
     """Runs `combine` on one device; `sent` is `Received.slots` of the dispatch."""
     with jax.named_scope("combine"):
         return TRANSPORTS[static.transport].combine(static, (rows,), sent)[0]
 
 
-def combine_backward(
-    static: ExchangeSpec,
-    dy: Float[Array, "T H"],
-    sent: Sent,
-) -> Float[Array, "R H"]:
+def combine_backward(static: ExchangeSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
     """Returns d_rows of one device; dy is quantized on the wire where `static.wire` is a format."""
     with jax.named_scope("combine_grad"):
         return send_rows(static, dy, (), sent).rows
@@ -239,12 +231,7 @@ _combine = with_gradient(
 )
 
 
-def send_rows(
-    static: ExchangeSpec,
-    x: Float[Array, "T H"],
-    narrow: Sequence[Array],
-    sent: Sent,
-) -> Arrived:
+def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
     """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`."""
     transport = TRANSPORTS[static.transport]
     wire = static.wire

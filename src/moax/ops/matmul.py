@@ -374,13 +374,7 @@ def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: N
     return kernels.quantize_for_matmul(rows, weight.recipe, role, packed.groups, amax_axes, **wanted)
 
 
-def _sharding(
-    static: GroupedSpec,
-    operands,
-    operand_specs,
-    *,
-    backward: bool = False,
-) -> OpSharding:
+def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = False) -> OpSharding:
     """Returns the layout of a direction: rows are split as tokens are, and y is summed over the axes that split K."""
     _, w, group_sizes, bias_or_dy, gathered = operands
     weight = static.weight
@@ -430,9 +424,4 @@ _matmul_grad = Op(
     _backward_rule,
     sharding=functools.partial(_sharding, backward=True),
 )
-_wgrad = Op(
-    "grouped_wgrad",
-    wgrad_forward,
-    _wgrad_rule,
-    sharding=_wgrad_sharding,
-)
+_wgrad = Op("grouped_wgrad", wgrad_forward, _wgrad_rule, sharding=_wgrad_sharding)

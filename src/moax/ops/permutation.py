@@ -52,13 +52,7 @@ class PermuteSpec:
     map_top_k: int | None = None  # K where the experts are a routing map; None where they are ids
 
 
-def sorted_rows(
-    received: int,
-    top_k: int,
-    num_groups: int,
-    align: int,
-    capacity: int | None,
-) -> int:
+def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
     """Returns N, as many sorted rows as any distribution of R = `received` rows with K assignments each needs.
 
     With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, at most 6 rows are sorted. Each of the 2
@@ -379,22 +373,12 @@ def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
-def sort_forward(
-    static: PermuteSpec,
-    x,
-    sizes: Int[Array, " chunks"],
-    order: Int[Array, " chunks"],
-):
+def sort_forward(static: PermuteSpec, x, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
     """Returns the chunks of x of one device, in another order."""
     return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
 
 
-def sort_backward(
-    static: PermuteSpec,
-    d_rows,
-    sizes: Int[Array, " chunks"],
-    order: Int[Array, " chunks"],
-):
+def sort_backward(static: PermuteSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
     """Returns dx of one device: each chunk of d_rows, where it was in x."""
     sizes_in_order = sizes[order]
     starts_in_order = jnp.cumsum(sizes_in_order) - sizes_in_order

@@ -140,11 +140,7 @@ def dequantize(
     return _dequantize(view, static, q.data, q.scale)[0]
 
 
-def _quantize_no_elements(
-    shape: tuple[int, ...],
-    format: Format,
-    block: tuple[int | None, ...],
-) -> QArray:
+def _quantize_no_elements(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
     """Returns the QArray of an array without elements, whose scales, if it has any, are 1."""
     blocks = tuple(1 if b is None else -(-size // b) for size, b in zip(shape, block, strict=True))
     if format.scale == "e8m0":

@@ -370,13 +370,7 @@ def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
 
 
 @jax.named_scope("quantize")
-def quantize_shard(
-    w: Array,
-    recipe: Recipe,
-    use: Use,
-    gather: Sequence[Names],
-    amax_over: Names,
-) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
     """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
     if not supports_fp8(recipe):
         return xla.quantize_shard(w, recipe, use, gather, amax_over)

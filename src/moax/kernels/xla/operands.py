@@ -85,13 +85,7 @@ def quantize_for_matmul(
         return operand, wgrad_operand
 
 
-def quantize_shard(
-    w: Array,
-    recipe: Recipe,
-    use: Use,
-    gather: Sequence[Names],
-    amax_over: Names,
-) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = cast(Format, recipe.w)
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
@@ -120,9 +114,7 @@ def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> QArray:
     return QArray(data, scale, format.dtype, format.weight_block(3, use))
 
 
-def _scale_shared_blocks(
-    flat, shape, format: Format, use: Use, gather: Sequence[Names],
-):  # fmt: skip
+def _scale_shared_blocks(flat, shape, format: Format, use: Use, gather: Sequence[Names]):
     """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
     # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
     # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
