@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from moax.checks import Unsupported
 from moax.exchange.one_sided import OneSided
 from moax.exchange.transport import AllGather, AllToAll, Transport
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.specs import MeshView
 
-# The names are "auto" and the keys of TRANSPORTS.
-Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]
-EXCHANGES = get_args(Exchange)
 TRANSPORTS: dict[str, Transport] = {
     "all_gather": AllGather(),
     "all_to_all": AllToAll(),
     "one_sided": OneSided(),
 }
+EXCHANGES = ("auto", *TRANSPORTS)
 # `auto` means this transport, except in the block: see `moax.block.plan.choose_transport`.
 AUTO = "all_gather"
 
@@ -30,18 +26,13 @@ def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
     """
     name = AUTO if exchange == "auto" else exchange
     if name not in TRANSPORTS:
-        choices = ", ".join(repr(choice) for choice in ("auto", *TRANSPORTS))
-        raise ValueError(f"exchange={exchange!r} must be one of {choices}")
+        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, EXCHANGES))}")
     if axes is not None and not axes.ep and not TRANSPORTS[name].portable:
         return AUTO
     return name
 
 
-def select_transport(
-    exchange: str,
-    view: MeshView | None = None,
-    row_bytes: int | None = None,
-) -> str:
+def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
     """Returns the name of the transport that `exchange` means, and raises Unsupported where it cannot run.
 
     Where `view`, or `row_bytes` of a row that travels, is None, the question is about this machine alone.
