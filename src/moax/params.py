@@ -20,16 +20,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from moax.checks import check_arrays, check_fields, check_key, check_value, log_once, suggest_fields
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes, Names, ResolvedAxes
-from moax.mesh.specs import (
-    Spec,
-    WholeWeight,
-    check_divides,
-    constrain,
-    local_shape,
-    make_sharded,
-    mesh_in_force,
-    named,
-)  # fmt: skip
+from moax.mesh.specs import Spec, WholeWeight, check_divides, constrain, local_shape, make_sharded, mesh_in_force, named
 from moax.types import pytree
 
 Initializer = Callable[..., Array]

@@ -20,15 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.chain import Residuals
 from moax.block.plan import BlockPlan
-from moax.block.rounds import (
-    BackwardOperands,
-    Gathered,
-    Inputs,
-    Layouts,
-    Quantized,
-    run_backward,
-    run_forward,
-)
+from moax.block.rounds import BackwardOperands, Gathered, Inputs, Layouts, Quantized, run_backward, run_forward
 from moax.block.small_terms import Weights
 from moax.checks import log_once
 from moax.kernels.device import needs_overlap_options
@@ -36,14 +28,7 @@ from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.collectives import vary_like
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
-from moax.ops.weights import (
-    GatherSpec,
-    WeightSpec,
-    find_layout,
-    gather_weight,
-    quantized_specs,
-    scatter_gradient,
-)
+from moax.ops.weights import GatherSpec, WeightSpec, find_layout, gather_weight, quantized_specs, scatter_gradient
 from moax.params import DIMS
 
 OVERLAP_HINT = (
