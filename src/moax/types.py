@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.export
 from jaxtyping import Array, Float, Int, UInt8
 
 from moax.recipe import Recipes
+
+# What a step does once for the weights of its microbatches: it quantizes them, or it also gathers them over fsdp.
+Kept = Literal["kept", "gathered"]
+KEPT: tuple[Kept, ...] = get_args(Kept)
 
 
 def exportable[T](cls: type[T]) -> type[T]:

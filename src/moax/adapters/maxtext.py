@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -31,7 +31,7 @@ from moax.mesh.axes import Axes
 from moax.ops.balance import update_router_bias
 from moax.params import MoEParams
 from moax.recipe import RECIPES
-from moax.types import QuantizedParams
+from moax.types import KEPT, Kept, QuantizedParams
 
 AXES = Axes(
     dp="data",
@@ -43,8 +43,6 @@ AXES = Axes(
 )
 # MaxText's `shard_exp_on_fsdp` splits E in place of H. A gather along the first dim needs no copy.
 AXES_BY_EXPERTS = dataclasses.replace(AXES, fsdp_dim="experts")
-Kept = Literal["kept", "gathered"]
-KEPT: tuple[Kept, ...] = get_args(Kept)
 USAGE = f"""usage: python -m moax.adapters.maxtext RECIPE base.yml [setting=value ...]
 
 RECIPE is none, {", ".join(RECIPES)}, or one of them with +kept, which quantizes the weights once a step, or with
