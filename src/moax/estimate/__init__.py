@@ -20,6 +20,8 @@ from moax.block.moe import moe
 from moax.block.plan import BlockPlan, make_plan
 from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
+from moax.estimate.kept import Once as Once
+from moax.estimate.kept import trace_once
 from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport, select_transport
 from moax.exchange.transport import Transfer
@@ -31,6 +33,7 @@ from moax.ops.dispatch_combine import STEPS
 from moax.params import expert_specs, operand_shapes, param_shapes, trainable_mask
 from moax.recipe import Recipe
 from moax.text import align, plural
+from moax.types import KEPT, Kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,9 @@ class Memory(NamedTuple):
 
     Attributes:
       weights, gradients: the parameters and their gradients, in the dtype of the parameters.
+      quantized: the weights of the experts as `moax.quantize_params` makes them; 0 where each call quantizes them.
+      gradient_sum: the sum of the gradients over microbatches, in the dtype of the parameters; 0 for one microbatch.
+        It counts beside the whole gradients of one microbatch.
       optimizer: the state of the optimizer.
       saved: the arrays that forward keeps for backward, with the input of each layer.
       temporary: the most bytes of other arrays that live at once in one layer. XLA's schedule may need a third more.
@@ -83,7 +89,9 @@ class Memory(NamedTuple):
     """
 
     weights: int
+    quantized: int
     gradients: int
+    gradient_sum: int
     optimizer: int
     saved: int
     temporary: int
@@ -116,13 +124,16 @@ class Estimate:
     """The cost of blocks on a mesh. Bytes, operations and seconds are of one device and one step, forward and backward.
 
     Attributes:
-      config, mesh, tokens, layers, hardware: the arguments of `estimate`.
+      config, mesh, tokens, layers, hardware, microbatches, kept: the arguments of `estimate`.
       plan: how the experts run: transport, implementation, and the sizes of all buffers.
       memory: see `Memory`.
       saved_arrays: the arrays of one layer that `memory.saved` counts, the input first.
-      transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
-      operations: (wi, wo), the operations of one layer's products with each, with the shared expert and latent experts.
-      traffic: the bytes of device memory that one layer reads and writes.
+      once: what a step does once for one layer, before its microbatches; see `Once`.
+      transfers: the arrays that one layer sends in each microbatch, by the name of their scope in a profile; `sum` has
+        those of none.
+      operations: (wi, wo), the operations of one layer's products with each in a microbatch, with the shared expert and
+        latent experts.
+      traffic: the bytes of device memory that one layer reads and writes in each microbatch.
     """
 
     config: MoEConfig
@@ -130,9 +141,12 @@ class Estimate:
     tokens: int
     layers: int
     hardware: Hardware
+    microbatches: int
+    kept: Kept | None
     plan: BlockPlan
     memory: Memory
     saved_arrays: tuple[SavedArray, ...]
+    once: Once
     transfers: Mapping[str, list[Transfer]]
     operations: tuple[int, int]
     traffic: int
@@ -169,10 +183,19 @@ class Estimate:
         recipes = self.plan.recipe
         for operations, recipe in zip(self.operations, (recipes.wi, recipes.wo), strict=True):
             products += operations / self._rate_of_products(recipe)
-        times = {"products": products, "device memory": self.traffic / self.hardware.hbm}
-        for scope, transfers in self.transfers.items():
+        traffic = self.microbatches * self.traffic + self.once.traffic
+        times = {"products": self.microbatches * products, "device memory": traffic / self.hardware.hbm}
+        for scope, transfers in self._sent.items():
             times[scope] = sum(transfer.bytes / self.link(transfer.axes) for transfer in transfers)
         return {name: self.layers * seconds for name, seconds in times.items()}
+
+    @property
+    def _sent(self) -> dict[str, list[Transfer]]:
+        """The arrays that one layer sends in a step: those before the microbatches, then those of each one."""
+        sent = {scope: list(transfers) for scope, transfers in self.once.transfers.items()}
+        for scope, transfers in self.transfers.items():
+            sent[scope] = sent.get(scope, []) + self.microbatches * transfers
+        return sent
 
     def _rate_of_products(self, recipe: Recipe) -> float:
         """Returns the operations/s of products by a recipe."""
@@ -211,12 +234,18 @@ class Estimate:
             further += f", a shared expert of {config.shared_d_ff}"
         if config.d_latent:
             further += f", latent experts of rows of {config.d_latent}"
+        parts = ""
+        if self.microbatches > 1:
+            parts = f" in {self.microbatches} microbatches"
+        weights = ""
+        if self.kept is not None:
+            weights = f", weights {self.kept} for the step"
         return (
             f"{plural(self.layers, 'MoE layer')} of {config.num_experts} experts, {config.top_k} a "
             f"token; width {config.d_model}, experts of {config.d_ff}, "
             f"{config.activation}{further}\n{self.hardware.kind}, mesh {mesh}: {self.tokens} "
-            f"tokens a GPU, exchange {self.plan.first.exchange.transport}, kernels "
-            f"{self.plan.kernels}"
+            f"tokens a GPU{parts}, exchange {self.plan.first.exchange.transport}, kernels "
+            f"{self.plan.kernels}{weights}"
         )
 
     def _param_rows(self) -> list[Any]:
@@ -234,8 +263,9 @@ class Estimate:
     def _memory_rows(self) -> list[Any]:
         """Returns the rows of the table of memory."""
         sizes = self.memory._asdict()
-        if not self.memory.other:
-            del sizes["other"]
+        for name in ("quantized", "gradient_sum", "other"):
+            if not sizes[name]:
+                del sizes[name]
         sizes |= {"total": self.memory.total}
         rows = [(name, f"{size / 1e9:.2f}") for name, size in sizes.items()]
         return [("memory of a device", "GB"), None, *rows]
@@ -245,7 +275,7 @@ class Estimate:
         rows: list[Any] = [("in a step", "MB sent", "ms"), None]
         for name, seconds in self.times.items():
             sent = ""
-            if name in self.transfers:
+            if name in self._sent:
                 sent = f"{self.wire_bytes(name) / 1e6:,.1f}"
             rows.append((name, sent, f"{seconds * 1e3:,.2f}"))
         total_sent = f"{self.wire_bytes() / 1e6:,.1f}"
@@ -253,9 +283,10 @@ class Estimate:
         return rows
 
     def wire_bytes(self, scope: str | None = None) -> int:
-        """Returns the bytes that a device sends in a step over all layers, of one scope of `transfers` or of all."""
-        scopes = self.transfers if scope is None else (scope,)
-        transfers = [transfer for name in scopes for transfer in self.transfers.get(name, ())]
+        """Returns the bytes that a device sends in a step over all layers, of one scope or of all."""
+        sent = self._sent
+        scopes = sent if scope is None else (scope,)
+        transfers = [transfer for name in scopes for transfer in sent.get(name, ())]
         return self.layers * sum(transfer.bytes for transfer in transfers)
 
 
@@ -272,6 +303,8 @@ def estimate(
     optimizer_bytes: int = 8,
     remat: bool = False,
     other_bytes: int = 0,
+    microbatches: int = 1,
+    kept: Kept | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Estimate:
     """Computes the cost of a model's MoE blocks on a mesh.
@@ -289,10 +322,16 @@ def estimate(
       remat: whether `jax.checkpoint` is around each block.
       other_bytes: the bytes of a device for the rest of the model, such as embeddings and attention with their
         gradients, optimizer and activations. They count in `Estimate.fits`.
+      microbatches: the parts of a step, each with tokens / microbatches tokens of a GPU. Their gradients are summed in
+        the dtype of the parameters. The time of the sum is left out, as the optimizer's is.
+      kept: what is done once a step, for all layers and microbatches. "kept" quantizes the weights of the experts, by
+        `moax.quantize_params`. "gathered" also gathers them over fsdp (`gather=True`), so that each device holds its
+        experts whole. None leaves both to each microbatch.
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: a name is unknown, a number of bytes is negative, or the mesh axes of a dim do not divide its size.
+      ValueError: a name is unknown, a number of bytes is negative, the mesh axes of a dim do not divide its size, or
+        the microbatches do not divide the tokens.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     if isinstance(model, str):
@@ -309,8 +348,13 @@ def estimate(
         if hardware not in HARDWARE:
             raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
         hardware = HARDWARE[hardware]
-    for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
+    for name, value in {**mesh, "tokens": tokens, "layers": layers, "microbatches": microbatches}.items():
         check_value(name, value, int)
+    if tokens % microbatches:
+        nearest = -(-tokens // microbatches) * microbatches
+        raise ValueError(f"tokens={tokens} must be a multiple of microbatches={microbatches}, such as {nearest}")
+    if kept is not None:
+        check_value("kept", kept, KEPT)
     for name, value in {"optimizer_bytes": optimizer_bytes, "other_bytes": other_bytes}.items():
         check_value(name, value, int, least=0)
 
@@ -320,10 +364,10 @@ def estimate(
     shape = tuple(sizes.values())
     abstract_mesh = AbstractMesh(shape, tuple(sizes), axis_types=kinds, abstract_device=device)
     axes = options.axes.resolve(abstract_mesh)
-    tokens_of_shard = tokens * axes.size(axes.tp)
+    tokens_of_shard = tokens // microbatches * axes.size(axes.tp)
 
     with jax.sharding.use_abstract_mesh(abstract_mesh):
-        plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), hardware)
+        plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), hardware, gathered=kept == "gathered")
         transport = plan.first.exchange.transport
         traced_transport = transport
         if not TRANSPORTS[transport].portable:
@@ -331,28 +375,35 @@ def estimate(
         options = dataclasses.replace(options, exchange=traced_transport)
         rows = tokens_of_shard * axes.size(axes.tokens)
         params, x = operand_shapes(config, rows, options.axes, abstract_mesh, np.dtype(dtype), np.dtype(param_dtype))
+        quantized, once = trace_once(kept, params, config, options, np.dtype(dtype), axes)
         saved: list[Any] = []
 
-        def block(params, x):
-            y, stats = moe(x, params, config, options)
-            return y, stats.aux_loss + stats.z_loss
+        def step(quantized, params, x, dy):
+            def block(params, x):
+                y, stats = moe(x, params, config, options, quantized=quantized)
+                return y, stats.aux_loss + stats.z_loss
 
-        def step(params, x, dy):
             run = jax.checkpoint(block) if remat else block
             (y, loss), pull = jax.vjp(run, params, x)
             saved[:] = jax.tree.leaves(pull)
             return saved, y, loss, pull((dy, jax.numpy.ones_like(loss)))
 
-        steps = trace(step, params, x, x)
+        steps = trace(step, quantized, params, x, x)
     saved_arrays = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
-    *param_arrays, x_array, _ = steps.inputs
+    *weight_arrays, x_array, _ = steps.inputs
+    param_arrays = weight_arrays[len(jax.tree.leaves(quantized)) :]
     weights = layers * steps.total(param_arrays)
     is_trained = jax.tree.leaves(trainable_mask(params))
     trained = [array for array, trains in zip(param_arrays, is_trained, strict=True) if trains]
     optimizer = layers * steps.total(trained) // np.dtype(param_dtype).itemsize * optimizer_bytes
+    gradient_sum = 0
+    if microbatches > 1:
+        gradient_sum = weights
     memory = Memory(
         weights=weights,
+        quantized=layers * once.bytes,
         gradients=weights,
+        gradient_sum=gradient_sum,
         optimizer=optimizer,
         saved=layers * (steps.bytes[x_array] + steps.total(saved_arrays)),
         temporary=steps.peak(saved_arrays),
@@ -370,9 +421,12 @@ def estimate(
         tokens=tokens,
         layers=layers,
         hardware=hardware,
+        microbatches=microbatches,
+        kept=kept,
         plan=plan,
         memory=memory,
         saved_arrays=tuple(named_arrays),
+        once=once,
         transfers=transfers,
         operations=_count_operations(config, axes.size(axes.tp), tokens_of_shard, remat),
         traffic=steps.traffic(),
@@ -397,6 +451,8 @@ def _plan(
     options: Options,
     dtype: np.dtype,
     hardware: Hardware,
+    *,
+    gathered: bool,
 ) -> BlockPlan:
     """Returns the plan of the experts on the mesh in force."""
     name = find_transport(options.exchange, axes)
@@ -406,7 +462,16 @@ def _plan(
     select_transport(name)
     declared = expert_specs(config, options.axes, axes)
     exchange = None if options.exchange == "auto" else name
-    return make_plan(config, options, exchange, axes=axes, declared=declared, tokens=tokens, dtype=dtype)
+    return make_plan(
+        config,
+        options,
+        exchange,
+        axes=axes,
+        declared=declared,
+        tokens=tokens,
+        dtype=dtype,
+        gathered=gathered,
+    )
 
 
 def _puts(

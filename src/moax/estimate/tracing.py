@@ -175,7 +175,9 @@ class Trace:
             name = eqn.primitive.name
             read = tuple(map(find, eqn.invars))
             inner_scope = str(eqn.source_info.name_stack).rpartition("/")[2] or scope
-            if name in SAME:
+            # `quantize_params` stops the gradients of its arguments, which are in memory already.
+            stops_argument = name == "stop_gradient" and read[0] in self.inputs
+            if name in SAME or stops_argument:
                 results = read[: len(eqn.outvars)]
                 if name == "name":
                     self.names[results[0]] = eqn.params["name"]
