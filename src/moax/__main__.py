@@ -27,6 +27,7 @@ from moax.kernels.device import find_device
 from moax.models import MODELS
 from moax.recipe import RECIPES
 from moax.text import align
+from moax.types import KEPT
 
 # {extra of `pip install 'moax[EXTRA]'`: the distribution that it brings}
 EXTRAS = {"flax": "flax", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
@@ -104,6 +105,8 @@ def estimate_parser() -> argparse.ArgumentParser:
     add("--recipe", choices=RECIPES, help="the recipe of the matmuls (default: none)")
     add("--exchange", choices=EXCHANGES, default="auto", help="how tokens reach their experts (default: %(default)s)")
     add("--layers", type=int, metavar="N", help="the MoE layers (default: those of the model)")
+    add("--microbatches", type=int, default=1, metavar="N", help="the parts of a step (default: %(default)s)")
+    add("--kept", choices=KEPT, help="weights are quantized once a step, or also gathered (default: neither)")
     add("--remat", action="store_true", help="jax.checkpoint is around each block")
     add("--optimizer-bytes", type=int, default=8, metavar="B", help="the optimizer state of a parameter (default: 8)")
     add("--other-gb", type=float, default=0.0, metavar="GB", help="GB of a GPU for the rest of the model (default: 0)")
@@ -147,6 +150,8 @@ def _estimate(args: argparse.Namespace) -> Estimate:
         remat=args.remat,
         optimizer_bytes=args.optimizer_bytes,
         other_bytes=round(args.other_gb * 1e9),
+        microbatches=args.microbatches,
+        kept=args.kept,
         recipe=args.recipe,
         exchange=args.exchange,
     )

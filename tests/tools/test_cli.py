@@ -52,6 +52,9 @@ def test_estimate_of_a_folder(capsys):
     said = capsys.readouterr().out
     assert said.startswith("1 MoE layer of 8 experts") and "\nNVIDIA H200, mesh fsdp=2,ep=2: 64 tokens a GPU" in said
     assert re.search(r"^fits: 0.0 GB of 126.9 GB", said, re.MULTILINE)
+    assert cli.print_estimate([*SMALL, "--microbatches", "2", "--kept", "gathered"]) == 0
+    said = capsys.readouterr().out
+    assert "64 tokens a GPU in 2 microbatches, " in said and ", weights gathered for the step\n" in said
     with pytest.raises(SystemExit) as ended:
         cli.main([*SMALL, "--layers", "3", "--hardware", "h100", "--other-gb", "73"])
     said = capsys.readouterr().out
@@ -68,6 +71,8 @@ def test_estimate_of_a_folder(capsys):
         (["--mesh", "ep=3"], "is not divisible by"),
         (["--mesh", "pp=2"], "mesh axis 'pp' of 2 devices has no role"),
         (["--layers", "0"], "layers=0 must be"),
+        (["--microbatches", "3"], "tokens=64 must be a multiple of microbatches=3"),
+        (["--kept", "all"], "invalid choice: 'all'"),
         (["--other-gb", "-1"], "other_bytes=-1000000000 must be"),
     ],
 )
