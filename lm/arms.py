@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--at {at} must be at least {half}, half of --steps, and below --steps {config.steps}")
     config = dataclasses.replace(config, save_every=at)
     arms = {text: arm_config(config, text) for text in args.arm}
+    check_comparable(config, arms)
     said = shlex.join(part.rsplit("/", 1)[-1] if part.startswith("/") else part for part in argv)
     results = Path(args.results or config.out)
     results.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,26 @@ def arm_config(base: TrainConfig, options: str) -> TrainConfig:
     check_batch(config, mesh_over_devices(config.mesh))
     name = args.name or re.sub(r"[^\w.=]+", "-", options).strip("-")
     return dataclasses.replace(config, name=name, save_every=0)
+
+
+def check_comparable(base: TrainConfig, arms: dict[str, TrainConfig]) -> None:
+    """Raises a ValueError where `compare` would refuse an arm when it has been trained.
+
+    `arms` has the settings of each arm by its options.
+    """
+    from lm import compare
+
+    run = "the run itself"
+    settings_of_base = base.to_json()
+    known = {compare.name_arm(settings_of_base, settings_of_base): run}
+    for options, arm in arms.items():
+        option = f'--arm "{options}"'
+        settings = arm.to_json()
+        compare.check_settings(settings, settings_of_base, option, run)
+        name = compare.name_arm(settings, settings_of_base)
+        if name in known:
+            raise ValueError(f"{option} is the arm {name!r}, which {known[name]} is too; leave it out")
+        known[name] = option
 
 
 def train_all(
