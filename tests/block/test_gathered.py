@@ -102,8 +102,8 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
     some([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
 )
 def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
-    """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, or if a gradient is not scattered
-    in each microbatch."""
+    """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, if a gradient is not scattered in
+    each microbatch, or if the assertion passes the gather of a weight that no recipe quantizes."""
     mesh = make_mesh("2x4", way)
     options = dict(recipe=recipe, buffer_factor=4.0)
 
@@ -127,6 +127,12 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     assert sum(c.times == MICROBATCHES for c in each) >= 3
     # The kernels of XLA have equal bytes for both uses where blocks are square, and XLA gathers them once.
     assert [c.times for c in once] == [1] * 2 * uses
+    weights = (params.wi, params.wo)
+    if recipe is None:
+        with pytest.raises(AssertionError, match="^2 collectives of unquantized weights"):
+            inspect.assert_no_wide_weight_gather(programs[1], weights=weights)
+    else:
+        inspect.assert_no_wide_weight_gather(programs[1], weights=weights)
     scatters = [inspect.weight_scatters(inspect.collectives(program)) for program in programs]
     assert sorted((c.shape, c.times) for c in scatters[0]) == sorted((c.shape, c.times) for c in scatters[1])
     assert {c.times for c in scatters[1]} == {MICROBATCHES}
@@ -223,3 +229,21 @@ def test_wrong_arguments():
     """Breaks if another value than a flag is taken for one."""
     with pytest.raises(ValueError, match="gather='fsdp' must be True or False"):
         moax.quantize_params(PARAMS, CONFIG, gather="fsdp")
+
+
+def test_a_shard_of_a_gathered_weight():
+    """Breaks if fsdp may split a gathered weight again in the caller's `shard_map`: devices would multiply by parts."""
+    mesh = make_mesh("2x4")
+    layout = spec("2x4", TOKENS)
+
+    def run_block(x, params, quantized):
+        return moax.moe(x, params, WITHOUT_BIAS, quantized=quantized, recipe="fp8_block")[0]
+
+    with jax.set_mesh(mesh):
+        params, x = place(mesh, Axes(), WITHOUT_BIAS)
+        quantized = moax.quantize_params(params, WITHOUT_BIAS, recipe="fp8_block", dtype=jnp.float32, gather=True)
+        specs = (layout, moax.param_specs(WITHOUT_BIAS), P(("ep", "fsdp")))
+        sharded = jax.shard_map(run_block, in_specs=specs, out_specs=layout)
+        message = r"quantized.wi is of a weight \(1, .*, and params.wi, gathered over \('fsdp',\), has shape \(2, "
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(sharded, x, params, quantized)

@@ -262,10 +262,12 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
     for name in ("wi", "wo"):
         values = values_of(getattr(quantized, name))
         shape = getattr(params, name).shape
+        owner = f"params.{name}"
         if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
             shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
+            owner = f"params.{name}, gathered over {view.axes.fsdp},"
         if values.shape != shape:
-            raise ValueError(f"quantized.{name} is of a weight {values.shape}, and params.{name} has shape {shape}")
+            raise ValueError(f"quantized.{name} is of a weight {values.shape}, and {owner} has shape {shape}")
         if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype != plan.dtype:
             raise ValueError(
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
