@@ -170,7 +170,8 @@ def quantize_params(
     Returns:
       The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
       weight that its recipe does not quantize. With `gather` these arrays are split by ep and tp alone: wi [E, H, G, F]
-      over E and F. They have no gradient; that of `moe` flows to its `params`.
+      over E and F. They have no gradient; that of `moe` flows to its `params`. With blocks, a call on another size of
+      tp refuses them.
 
     Raises:
       ValueError: a shape does not fit, or an option has a value that it cannot have.

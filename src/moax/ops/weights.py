@@ -340,10 +340,10 @@ def _gather_quantized_rule(weight: WeightSpec, operands) -> str:
 def _gather_quantized_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
     (quantized,) = operands
     shape = values_of(quantized).shape
-    specs = quantized_specs(weight, shape)
-    whole = quantized_specs(dataclasses.replace(weight, gathered=True), shape)
-    results = jax.tree.leaves(whole, is_leaf=lambda v: isinstance(v, Spec))
-    return OpSharding((specs,), results, [()] * len(results), find_layout(weight))
+    shard_specs = quantized_specs(weight, shape)
+    gathered_specs = quantized_specs(dataclasses.replace(weight, gathered=True), shape)
+    results = jax.tree.leaves(gathered_specs, is_leaf=lambda v: isinstance(v, Spec))
+    return OpSharding((shard_specs,), results, [()] * len(results), find_layout(weight))
 
 
 def _gather_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:
