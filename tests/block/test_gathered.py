@@ -28,14 +28,14 @@ X = random(1, 64, 256)
 MICROBATCHES = 3
 # The mesh, the way, the recipe, the layout of the weights, and the factor of the buffers.
 CASES = [
-    ("2x4", "custom_partitioning", "fp8_block", "experts", 0.4),
+    ("2x4", "custom_partitioning", "fp8_block", "experts", 0.1),
     ("tp2x2x2", "explicit", "wi=fp8_block", "model", 1.25),
     ("dp2x2x2", "custom_partitioning", None, "model", 1.25),
     ("tp2x2x2", "custom_partitioning", "fp8_tensor", "experts", 1.25),
     ("8x1", "custom_partitioning", "mxfp8", "model", 1.25),
     ("8x1", "explicit", "fp8_block", "experts", 1.25),
-    ("8x1", "shard_map", "wo=mxfp8", "model", 0.4),
-    ("tp2x2x2", "custom_partitioning", "fp8_block", "model", 0.4),
+    ("8x1", "shard_map", "wo=mxfp8", "model", 0.1),
+    ("tp2x2x2", "custom_partitioning", "fp8_block", "model", 0.1),
     ("2x4", "explicit", None, "experts", 1.25),
     ("none", "none", "fp8_block", "auto", 1.25),
 ]
@@ -46,18 +46,19 @@ HOPPER = [("fp8_block", "model", 320), ("fp8_tensor", "experts", 100), ("mxfp8",
 
 
 def run(x, params, quantized=None, **options):
-    """y, and the gradients of x and of the parameters, of a block that backward runs again."""
+    """y, the gradients of x and of the parameters, and the rounds, of a block that backward runs again."""
 
     @jax.checkpoint
     def block(x, params):
-        return moax.moe(x, params, CONFIG, quantized=quantized, **options)[0]
+        y, stats = moax.moe(x, params, CONFIG, quantized=quantized, **options)
+        return y, stats.rounds
 
     def loss(x, params):
-        y = block(x, params)
-        return jnp.sum(y**2), y
+        y, rounds = block(x, params)
+        return jnp.sum(y**2), (y, rounds)
 
-    (dx, dparams), y = jax.grad(loss, (0, 1), has_aux=True)(x, params)
-    return y, dx, dparams
+    (dx, dparams), (y, rounds) = jax.grad(loss, (0, 1), has_aux=True)(x, params)
+    return y, dx, dparams, rounds
 
 
 def place(mesh, axes: Axes, config=CONFIG):
@@ -75,7 +76,8 @@ def find_gathers(program) -> list:
 
 @pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), some(CASES, 2))
 def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_factor):
-    """Breaks if a device multiplies by another shard's bytes or scales, or a gradient does not lie as its parameter."""
+    """Breaks if a device multiplies by another shard's bytes or scales, also in overflow rounds, or if a gradient does
+    not lie as its parameter."""
     axes = Axes(fsdp_dim=dim)
     options = dict(recipe=recipe, axes=axes, engine=way if way == "shard_map" else "auto")
     on = None if mesh == "none" else make_mesh(mesh, way)
@@ -87,6 +89,7 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
         want = step(x, params, quantize())
         got = step(x, params, gathered)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert (int(got[3]) > 1) == (buffer_factor < 1)
     for name in ("wi", "wo"):
         w = getattr(params, name)
         data = jax.tree.leaves(getattr(gathered, name)[-1])[0]
