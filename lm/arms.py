@@ -43,10 +43,11 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--at {at} must be at least {half}, half of --steps, and below --steps {config.steps}")
     config = dataclasses.replace(config, save_every=at)
     arms = {text: arm_config(config, text) for text in args.arm}
-    said = shlex.join(part.rsplit("/", 1)[-1] if part.startswith("/") else part for part in argv)
+    check_comparable(config, arms)
+    command_line = shlex.join(part.rsplit("/", 1)[-1] if part.startswith("/") else part for part in argv)
     results = Path(args.results or config.out)
     results.mkdir(parents=True, exist_ok=True)
-    return train_all(config, arms, args, results, f"{NAME} {said}")
+    return train_all(config, arms, args, results, f"{NAME} {command_line}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,8 +88,28 @@ def arm_config(base: TrainConfig, options: str) -> TrainConfig:
     return dataclasses.replace(config, name=name, save_every=0)
 
 
+def check_comparable(base: TrainConfig, arms: dict[str, TrainConfig]) -> None:
+    """Raises a ValueError where `compare` would refuse an arm when it has been trained.
+
+    `arms` has the settings of each arm by its options.
+    """
+    from lm import compare
+
+    run = "the run itself"
+    settings_of_base = base.to_json()
+    known = {compare.name_arm(settings_of_base, settings_of_base): run}
+    for options, arm in arms.items():
+        option = f'--arm "{options}"'
+        settings = arm.to_json()
+        compare.check_settings(settings, settings_of_base, option, run)
+        name = compare.name_arm(settings, settings_of_base)
+        if name in known:
+            raise ValueError(f"{option} is the arm {name!r}, which {known[name]} is too; leave it out")
+        known[name] = option
+
+
 def train_all(
-    config: TrainConfig, arms: dict[str, TrainConfig], args: argparse.Namespace, results: Path, said: str
+    config: TrainConfig, arms: dict[str, TrainConfig], args: argparse.Namespace, results: Path, command_line: str
 ) -> int:
     """Trains the run and the arms one after the other, and compares those that have begun after each."""
     from lm import compare, loop
@@ -103,7 +124,7 @@ def train_all(
     report = Report(sys.stdout)
     base = loop.train(config, report=report, on_step=stop_in_time)
     folders = [base.run.path]
-    outcome = compare.write(folders, results, args.bar, said, args.sha)
+    outcome = compare.write(folders, results, args.bar, command_line, args.sha)
     stopped = base.interrupted
     for options, arm in arms.items():
         has_time = time.monotonic() < deadline
@@ -115,7 +136,7 @@ def train_all(
         result = loop.train(arm, report=report, on_step=stop_in_time)
         stopped = result.interrupted
         folders.append(result.run.path)
-        outcome = compare.write(folders, results, args.bar, said, args.sha)
+        outcome = compare.write(folders, results, args.bar, command_line, args.sha)
     report.note("\n".join(["", *compare.lines(outcome), f"result  {results / 'comparison.json'}"]))
     report.note(f"curves  {compare.draw(outcome, results)}")
     return 130 if stopped and time.monotonic() < deadline else 0

@@ -40,6 +40,8 @@ def main(argv: list[str]) -> int:
     out = args.out or args.runs[0].parent
     if args.runs[0].suffix == ".json":
         results = json.loads(args.runs[0].read_text())
+        if "arms" not in results:
+            raise ValueError(f"{args.runs[0]} has no arms, as an earlier moax wrote it; give the folders of its runs")
     else:
         results = write(args.runs, out, args.bar, f"python -m lm compare {shlex.join(argv)}")
     print(*lines(results), f"curves                   {draw(results, out)}", sep="\n")
@@ -99,7 +101,7 @@ def compare(folders: Sequence[Path], bar: float | None = None) -> dict[str, Any]
         check_settings(settings, baseline, folder, folders[0])
         key = name_arm(settings, baseline), settings["seed"]
         if key in losses:
-            raise ValueError(f"{folder} has recipe {key[0]} and seed {key[1]}, as a run before it; give each once")
+            raise ValueError(f"{folder} has the arm {key[0]!r} and seed {key[1]}, as a run before it; give each once")
         losses[key] = {row["step"]: row["held_out_loss"] for row in run.rows("held_out_loss")}
         training[key] = {row["step"]: row["loss"] for row in run.rows("loss")}
         held_out.append(describe_run(run, settings, key[0]))
@@ -117,8 +119,8 @@ def compare(folders: Sequence[Path], bar: float | None = None) -> dict[str, Any]
     }
 
 
-def check_settings(settings: dict[str, Any], baseline: dict[str, Any], folder: Path, first: Path) -> None:
-    """Raises a ValueError if two runs differ in more than arm and seed."""
+def check_settings(settings: dict[str, Any], baseline: dict[str, Any], folder: Path | str, first: Path | str) -> None:
+    """Raises a ValueError if two runs differ in more than arm and seed; `folder` and `first` name them."""
     for name in (settings.keys() | baseline.keys()) - MAY_DIFFER - NOT_COMPARED:
         ours: Any = settings.get(name)
         theirs: Any = baseline.get(name)

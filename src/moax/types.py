@@ -173,7 +173,7 @@ class QShard[Leaf](NamedTuple):
     scale: Leaf
 
 
-@pytree("recipe", "kernels", "gathered")
+@pytree("recipe", "kernels", "gathered", "tp")
 class QuantizedParams[Leaf]:
     """The weights of the experts as the products of a block take them; see `moax.quantize_params`.
 
@@ -185,6 +185,8 @@ class QuantizedParams[Leaf]:
       recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.
       gathered: whether each device holds what it multiplies by, split by ep and tp alone; otherwise they are shards.
+      tp: the number of devices over which tp splits F. The blocks of each of these parts are counted from its corner,
+        so that a call with another number would read other scales.
     """
 
     wi: tuple[QShard[Leaf] | Leaf, ...]
@@ -192,3 +194,4 @@ class QuantizedParams[Leaf]:
     recipe: Recipes
     kernels: str
     gathered: bool = False
+    tp: int = 1

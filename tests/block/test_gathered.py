@@ -28,14 +28,14 @@ X = random(1, 64, 256)
 MICROBATCHES = 3
 # The mesh, the way, the recipe, the layout of the weights, and the factor of the buffers.
 CASES = [
-    ("2x4", "custom_partitioning", "fp8_block", "experts", 0.4),
+    ("2x4", "custom_partitioning", "fp8_block", "experts", 0.1),
     ("tp2x2x2", "explicit", "wi=fp8_block", "model", 1.25),
     ("dp2x2x2", "custom_partitioning", None, "model", 1.25),
     ("tp2x2x2", "custom_partitioning", "fp8_tensor", "experts", 1.25),
     ("8x1", "custom_partitioning", "mxfp8", "model", 1.25),
     ("8x1", "explicit", "fp8_block", "experts", 1.25),
-    ("8x1", "shard_map", "wo=mxfp8", "model", 0.4),
-    ("tp2x2x2", "custom_partitioning", "fp8_block", "model", 0.4),
+    ("8x1", "shard_map", "wo=mxfp8", "model", 0.1),
+    ("tp2x2x2", "custom_partitioning", "fp8_block", "model", 0.1),
     ("2x4", "explicit", None, "experts", 1.25),
     ("none", "none", "fp8_block", "auto", 1.25),
 ]
@@ -46,18 +46,19 @@ HOPPER = [("fp8_block", "model", 320), ("fp8_tensor", "experts", 100), ("mxfp8",
 
 
 def run(x, params, quantized=None, **options):
-    """y, and the gradients of x and of the parameters, of a block that backward runs again."""
+    """y, the gradients of x and of the parameters, and the rounds, of a block that backward runs again."""
 
     @jax.checkpoint
     def block(x, params):
-        return moax.moe(x, params, CONFIG, quantized=quantized, **options)[0]
+        y, stats = moax.moe(x, params, CONFIG, quantized=quantized, **options)
+        return y, stats.rounds
 
     def loss(x, params):
-        y = block(x, params)
-        return jnp.sum(y**2), y
+        y, rounds = block(x, params)
+        return jnp.sum(y**2), (y, rounds)
 
-    (dx, dparams), y = jax.grad(loss, (0, 1), has_aux=True)(x, params)
-    return y, dx, dparams
+    (dx, dparams), (y, rounds) = jax.grad(loss, (0, 1), has_aux=True)(x, params)
+    return y, dx, dparams, rounds
 
 
 def place(mesh, axes: Axes, config=CONFIG):
@@ -75,7 +76,8 @@ def find_gathers(program) -> list:
 
 @pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), some(CASES, 2))
 def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_factor):
-    """Breaks if a device multiplies by another shard's bytes or scales, or a gradient does not lie as its parameter."""
+    """Breaks if a device multiplies by another shard's bytes or scales, also in overflow rounds, or if a gradient does
+    not lie as its parameter."""
     axes = Axes(fsdp_dim=dim)
     options = dict(recipe=recipe, axes=axes, engine=way if way == "shard_map" else "auto")
     on = None if mesh == "none" else make_mesh(mesh, way)
@@ -87,6 +89,7 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
         want = step(x, params, quantize())
         got = step(x, params, gathered)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert (int(got[3]) > 1) == (buffer_factor < 1)
     for name in ("wi", "wo"):
         w = getattr(params, name)
         data = jax.tree.leaves(getattr(gathered, name)[-1])[0]
@@ -102,8 +105,8 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
     some([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
 )
 def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
-    """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, or if a gradient is not scattered
-    in each microbatch."""
+    """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, if a gradient is not scattered in
+    each microbatch, or if the assertion passes the gather of a weight that no recipe quantizes."""
     mesh = make_mesh("2x4", way)
     options = dict(recipe=recipe, buffer_factor=4.0)
 
@@ -127,6 +130,12 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     assert sum(c.times == MICROBATCHES for c in each) >= 3
     # The kernels of XLA have equal bytes for both uses where blocks are square, and XLA gathers them once.
     assert [c.times for c in once] == [1] * 2 * uses
+    weights = (params.wi, params.wo)
+    if recipe is None:
+        with pytest.raises(AssertionError, match="^2 collectives of unquantized weights"):
+            inspect.assert_no_wide_weight_gather(programs[1], weights=weights)
+    else:
+        inspect.assert_no_wide_weight_gather(programs[1], weights=weights)
     scatters = [inspect.weight_scatters(inspect.collectives(program)) for program in programs]
     assert sorted((c.shape, c.times) for c in scatters[0]) == sorted((c.shape, c.times) for c in scatters[1])
     assert {c.times for c in scatters[1]} == {MICROBATCHES}
@@ -223,3 +232,21 @@ def test_wrong_arguments():
     """Breaks if another value than a flag is taken for one."""
     with pytest.raises(ValueError, match="gather='fsdp' must be True or False"):
         moax.quantize_params(PARAMS, CONFIG, gather="fsdp")
+
+
+def test_a_shard_of_a_gathered_weight():
+    """Breaks if fsdp may split a gathered weight again in the caller's `shard_map`: devices would multiply by parts."""
+    mesh = make_mesh("2x4")
+    layout = spec("2x4", TOKENS)
+
+    def run_block(x, params, quantized):
+        return moax.moe(x, params, WITHOUT_BIAS, quantized=quantized, recipe="fp8_block")[0]
+
+    with jax.set_mesh(mesh):
+        params, x = place(mesh, Axes(), WITHOUT_BIAS)
+        quantized = moax.quantize_params(params, WITHOUT_BIAS, recipe="fp8_block", dtype=jnp.float32, gather=True)
+        specs = (layout, moax.param_specs(WITHOUT_BIAS), P(("ep", "fsdp")))
+        sharded = jax.shard_map(run_block, in_specs=specs, out_specs=layout)
+        message = r"quantized.wi is of a weight \(1, .*, and params.wi, gathered over \('fsdp',\), has shape \(2, "
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(sharded, x, params, quantized)

@@ -179,6 +179,27 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("gather", (False, True))
+@pytest.mark.parametrize(("recipe", "works"), [("fp8_block", False), ("mxfp8", False), (None, True)])
+def test_of_another_tp(gather, recipe, works):
+    """Breaks if scales of blocks that were counted in parts of F are read as those of whole F: the shapes are equal,
+    and gate and up change places."""
+    config = moax.MoEConfig(256, 256, 8, 2)
+    params = make_params(config)
+    quantized = moax.quantize_params(params, config, recipe=recipe, dtype=jnp.float32, gather=gather)
+    with jax.set_mesh(make_mesh("tp2x2x2")):
+
+        def run_block():
+            return moax.moe(X, params, config, quantized=quantized, recipe=recipe)[0]
+
+        if works:
+            assert jax.eval_shape(run_block).shape == X.shape
+            return
+        message = "quantized is of tp of 1 device, and this call has tp of 2 devices, .* on the mesh of this call"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(run_block)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     """Breaks if weights that were quantized otherwise are multiplied as if they were the block's."""

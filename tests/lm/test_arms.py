@@ -176,6 +176,8 @@ def test_arms_that_find_no_time_are_named(config, tmp_path, capsys):
     [
         (["--arm", "--d-ff 64"], '--arm "--d-ff 64": model was .* it cannot change'),
         (["--arm", "--steps 9"], '--arm "--steps 9": --steps is the same in all arms'),
+        (["--arm", "--lr 0.1"], 'lr is in --arm "--lr 0.1" 0.1, and in the run itself 0.01; compare runs that differ'),
+        (["--arm", "--recipe none"], "--arm \"--recipe none\" is the arm 'none', which the run itself is too"),
         (["--arm", "--mesh ep=3"], "ep=3 make a mesh of 3 devices"),
         (["--arm", "--recipe fp8_block", "--at", "2"], "--at 2 must be at least 3"),
         (["--arm", "--recipe fp8_block", "--at", "6"], "--at 6 must be .* below --steps 6"),

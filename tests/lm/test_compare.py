@@ -73,7 +73,7 @@ def test_gaps(folders, tmp_path, capsys):
         ),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model is in"),
         ({"fingerprint": "of another text"}, "fingerprint is in"),
-        ({"seed": 0}, "has recipe fp8_block and seed 0, as a run before it"),
+        ({"seed": 0}, "has the arm 'fp8_block' and seed 0, as a run before it"),
         (None, "has no config.json"),
     ],
 )
@@ -88,3 +88,12 @@ def test_runs_that_cannot_be_compared(folders, tmp_path, capsys, change, message
     assert command.main(["compare", *folders]) == 2
     said = capsys.readouterr().err
     assert said.startswith("python -m lm compare: error: ") and re.search(message, said)
+
+
+def test_a_result_of_an_earlier_moax(tmp_path, capsys):
+    """Breaks if a comparison.json whose rows have recipes, and no arms, ends in a traceback."""
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps({"recipes": ["none", "fp8_block"], "held_out": []}))
+    assert command.main(["compare", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} has no arms, as an earlier moax wrote it; give the folders of its runs" in said

@@ -22,7 +22,7 @@ from moax.block.moe import moe
 from moax.inspect import collectives
 from moax.kernels.xla import make_weight_operand, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import gather_quantized, gather_weight, reduce_max, scatter_gradient, vary_like
+from moax.mesh.collectives import gather_qshard, gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, find_mesh_view
 from moax.recipe import Format, Recipe
@@ -529,7 +529,7 @@ def test_a_block_that_shards_share_has_one_scale():
     def fn(w):
         gather = (), ("ep",), ()
         shard = quantize_shard(w, recipe, "fprop", gather, ())
-        whole = gather_quantized(shard, gather, ((), (), ()), scales_first=False)
+        whole = gather_qshard(shard, gather, ((), (), ()), scales_first=False)
         q = make_weight_operand(whole, recipe, "fprop")
         return q.data, q.scale
 

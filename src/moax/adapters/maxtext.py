@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from moax.activations import Activation
 from moax.adapters.versions import check_version
 from moax.block.moe import moe, quantize_params
-from moax.checks import Unsupported, check_value
+from moax.checks import Unsupported
 from moax.config import MoEConfig, OptionKeywords, Options, RouterConfig, replace_options
 from moax.mesh.axes import Axes
 from moax.ops.balance import update_router_bias
@@ -115,7 +115,7 @@ def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> N
     Args:
       kept: what is done once a step, for all microbatches of it. "kept" quantizes the weights, or casts them to
         MaxText's `dtype` where `recipe` is None. "gathered" also gathers them over fsdp. None leaves all to each
-        microbatch. MaxText must else have `scan_layers=False`, and `gradient_accumulation_steps` above 1.
+        microbatch. The other two need MaxText's `scan_layers=False`, and `gradient_accumulation_steps` above 1.
       **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes, and
         `AXES_BY_EXPERTS` with MaxText's `shard_exp_on_fsdp=True`.
 
@@ -126,8 +126,8 @@ def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> N
       ValueError: an option has a value that it cannot have.
     """
     check_version("maxtext")
-    if kept is not None:
-        check_value("kept", kept, KEPT)
+    if kept not in (None, *KEPT):
+        raise ValueError(f"kept={kept!r} must be None, or one of {', '.join(map(repr, KEPT))}")
     layer_options = replace_options("install", Options(axes=AXES), options)
 
     from maxtext.layers.moe import RoutedMoE

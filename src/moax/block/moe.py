@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import apply_experts
-from moax.block.plan import BlockPlan, check_layouts, make_plan
+from moax.block.plan import BlockPlan, check_layouts, check_quantized, make_plan
 from moax.block.rounds import Inputs, Quantized
 from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
@@ -41,9 +41,9 @@ from moax.ops.activation import activate, multiply_gate
 from moax.ops.balance import BINS, keep_ids
 from moax.ops.matmul import dense
 from moax.ops.router import router_logits
-from moax.ops.weights import QuantizedWeight, find_layout, gather_quantized, quantize_weight
+from moax.ops.weights import gather_quantized, quantize_weight, values_of
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import Recipe, Recipes, describe_recipes, get_recipes
+from moax.recipe import Recipe, Recipes, get_recipes
 from moax.types import QuantizedParams, Routing
 
 
@@ -170,7 +170,8 @@ def quantize_params(
     Returns:
       The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
       weight that its recipe does not quantize. With `gather` these arrays are split by ep and tp alone: wi [E, H, G, F]
-      over E and F. They have no gradient; that of `moe` flows to its `params`.
+      over E and F. They have no gradient; that of `moe` flows to its `params`. With blocks, a call on another size of
+      tp refuses them.
 
     Raises:
       ValueError: a shape does not fit, or an option has a value that it cannot have.
@@ -203,7 +204,7 @@ def _quantize_params(
     if gather:
         wi = gather_quantized(view, plan.wi, wi)
         wo = gather_quantized(view, plan.wo, wo)
-    return QuantizedParams(wi, wo, plan.recipe, plan.kernels, gather)
+    return QuantizedParams(wi, wo, plan.recipe, plan.kernels, gather, view.axes.size(view.axes.tp))
 
 
 # This is a program of its own, so that a caller who does not jit runs one program too.
@@ -230,7 +231,7 @@ def _moe(
     plan = _plan(view, x, config, options, declared, frozen=frozen, gathered=gathered)
     quantized: Quantized = (None, None)
     if arrays.quantized is not None:
-        _check_quantized(view, arrays.quantized, plan, params)
+        check_quantized(view, arrays.quantized, plan, params)
         quantized = (arrays.quantized.wi, arrays.quantized.wo)
     if view.explicit:
         check_layouts(view, params, declared)
@@ -433,8 +434,8 @@ def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) ->
             "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
             "neither is"
         )
-    wi = jnp.zeros(_data(quantized.wi).shape, dtype)
-    wo = jnp.zeros(_data(quantized.wo).shape, dtype)
+    wi = jnp.zeros(values_of(quantized.wi).shape, dtype)
+    wo = jnp.zeros(values_of(quantized.wo).shape, dtype)
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 
@@ -451,36 +452,6 @@ def _stats_of_nothing(x: Float[Array, "*batch H"], config: MoEConfig, return_rou
         ids = jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
         routing = Routing(ids, ids.astype(jnp.float32), loss, loss, counts, histogram)
     return MoEStats(loss, loss, counts, count, count + 1, routing, histogram)
-
-
-def _check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
-    """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
-    same = "pass the same options and the dtype of x to moax.quantize_params"
-    if quantized.recipe != plan.recipe:
-        have = describe_recipes(quantized.recipe)
-        want = describe_recipes(plan.recipe)
-        if have == want:
-            want = f"another {want}"
-        raise ValueError(f"quantized has recipe={have}, and this call has {want}; {same}")
-    if quantized.kernels != plan.kernels:
-        raise ValueError(f"quantized has kernels={quantized.kernels!r}, and this call has {plan.kernels!r}; {same}")
-    for name in ("wi", "wo"):
-        data = _data(getattr(quantized, name))
-        shape = getattr(params, name).shape
-        if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
-            shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
-        if data.shape != shape:
-            raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {shape}")
-        if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype != plan.dtype:
-            raise ValueError(
-                f"quantized.{name} has dtype {data.dtype}, and x has {plan.dtype}; pass the dtype of x to "
-                "moax.quantize_params"
-            )
-
-
-def _data(weight: QuantizedWeight) -> Array:
-    """Returns the values of a quantized weight for dgrad, whose dims are in the order of the weight."""
-    return jax.tree.leaves(weight[-1])[0]
 
 
 def _check_symbolic(rows, config: MoEConfig, view: MeshView) -> None:

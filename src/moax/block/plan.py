@@ -13,6 +13,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -26,9 +27,11 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
-from moax.ops.weights import WeightSpec
+from moax.ops.weights import WeightSpec, find_layout, values_of
 from moax.params import DIMS, LARGE, MoEParams
-from moax.recipe import Recipes, get_recipes
+from moax.recipe import Recipes, describe_recipes, get_recipes
+from moax.text import plural
+from moax.types import QuantizedParams
 
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
@@ -236,3 +239,43 @@ def _explain(allowed: Names) -> str:
     if not allowed:
         return "the dim must be whole"
     return f"the mesh axes {allowed} alone may split the dim"
+
+
+def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
+    """Raises ValueError where quantized weights are of another recipe, implementation, tp or size than the block's."""
+    same = "pass the same options and the dtype of x to moax.quantize_params"
+    if quantized.recipe != plan.recipe:
+        have = describe_recipes(quantized.recipe)
+        want = describe_recipes(plan.recipe)
+        if have == want:
+            want = f"another {want}"
+        raise ValueError(f"quantized has recipe={have}, and this call has {want}; {same}")
+    if quantized.kernels != plan.kernels:
+        raise ValueError(f"quantized has kernels={quantized.kernels!r}, and this call has {plan.kernels!r}; {same}")
+    tp = view.axes.size(view.axes.tp)
+    if quantized.tp != tp and _has_blocks(plan.recipe):
+        raise ValueError(
+            f"quantized is of tp of {plural(quantized.tp, 'device')}, and this call has tp of {plural(tp, 'device')}, "
+            "which counts the blocks of scales otherwise; call moax.quantize_params on the mesh of this call, with its "
+            "axes="
+        )
+    for name in ("wi", "wo"):
+        values = values_of(getattr(quantized, name))
+        shape = getattr(params, name).shape
+        owner = f"params.{name}"
+        if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
+            shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
+            owner = f"params.{name}, gathered over {view.axes.fsdp},"
+        if values.shape != shape:
+            raise ValueError(f"quantized.{name} is of a weight {values.shape}, and {owner} has shape {shape}")
+        if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype != plan.dtype:
+            raise ValueError(
+                f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
+                "moax.quantize_params"
+            )
+
+
+def _has_blocks(recipe: Recipes) -> bool:
+    """Returns whether scales of blocks belong to one of the weights."""
+    formats = (recipe.wi.w, recipe.wo.w)
+    return any(format is not None and format.block is not None for format in formats)

@@ -129,3 +129,10 @@ def turn_dims[Dim](dims: Sequence[Dim], transposed: bool) -> tuple[Dim, ...]:
     if transposed:
         return (dims[0], *dims[2:], dims[1])
     return tuple(dims)
+
+
+def flatten_columns(x: Array, transposed: bool) -> Array:
+    """Returns values or scales [E, K, *C] as [E, K, C], or if `transposed` [E, *C, K] as [E, C, K]."""
+    if transposed:
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], -1)

@@ -47,7 +47,7 @@ def gather_weight(w: Array, gather: Sequence[Names], *, equal: bool = False) -> 
     return w
 
 
-def gather_quantized(
+def gather_qshard(
     shard: QShard[Array],
     gather: Sequence[Names],
     scale_axes: Sequence[Names],

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
 from moax.kernels.device import sums_in_pieces
-from moax.kernels.scales import find_scale_axes, turn_dims
+from moax.kernels.scales import find_scale_axes, flatten_columns, turn_dims
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
@@ -209,11 +209,11 @@ def gather_shard(
     # Backward gathers a weight again, so that XLA must not keep the weight that forward gathered.
     if after or static.use == "dgrad":
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
-    whole = _gather_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
+    whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
     return GatheredWeight(_make_operand(weight, static.use, whole), sign)
 
 
-def _gather_whole(
+def _make_whole(
     weight: WeightSpec,
     use: Use,
     shard: Any,
@@ -233,13 +233,13 @@ def _gather_whole(
     scale_axes = find_scale_axes((experts, *matrix), format, use, gather) or (gather[0], (), ())
     gather = turn_dims(gather, transposed)
     scale_axes = turn_dims(scale_axes, transposed)
-    return collectives.gather_quantized(shard, gather, scale_axes, scales_first, equal=equal)
+    return collectives.gather_qshard(shard, gather, scale_axes, scales_first, equal=equal)
 
 
 def _make_operand(weight: WeightSpec, use: Use, whole: Any) -> Operand:
     """Returns the operand of a matmul from a whole weight."""
     if weight.recipe.w is None:
-        operand = whole.reshape(*whole.shape[:2], -1)
+        operand = flatten_columns(whole, False)
     else:
         operand = implementation(weight.kernels).make_weight_operand(whole, weight.recipe, use)
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
@@ -302,6 +302,11 @@ def gather_quantized(view: MeshView, weight: WeightSpec, quantized: QuantizedWei
     return jax.tree.structure(quantized).unflatten(whole)
 
 
+def values_of(quantized: QuantizedWeight) -> Any:
+    """Returns the values of a quantized weight for dgrad, whose dims are in the order of the weight."""
+    return jax.tree.leaves(quantized[-1])[0]
+
+
 def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
     quantize = implementation(weight.kernels).quantize_shard
     arrays = []
@@ -319,19 +324,12 @@ def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpShardin
 def _gather_quantized_shards(weight: WeightSpec, layout: WeightLayout, quantized: QuantizedWeight):
     arrays: list[Array] = []
     for use, shard in zip(USES, quantized, strict=False):  # one array is for both uses
-        whole = _gather_whole(weight, use, shard, layout.gather, equal=True)
+        whole = _make_whole(weight, use, shard, layout.gather, equal=True)
         if isinstance(whole, QShard):
             transposed = implementation(weight.kernels).stores_weight_transposed(weight.recipe, use)
-            whole = QShard(whole.data, _flatten_columns(whole.scale, transposed))
+            whole = QShard(whole.data, flatten_columns(whole.scale, transposed))
         arrays += jax.tree.leaves(whole)
     return tuple(arrays)
-
-
-def _flatten_columns(scale: Array, transposed: bool) -> Array:
-    """Returns scales [E, K, *C] as [E, K, C], or if `transposed` [E, *C, K] as [E, C, K]."""
-    if transposed:
-        return scale.reshape(scale.shape[0], -1, scale.shape[-1])
-    return scale.reshape(*scale.shape[:2], -1)
 
 
 def _gather_quantized_rule(weight: WeightSpec, operands) -> str:
@@ -341,11 +339,11 @@ def _gather_quantized_rule(weight: WeightSpec, operands) -> str:
 
 def _gather_quantized_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
     (quantized,) = operands
-    shape = jax.tree.leaves(quantized[-1])[0].shape  # dgrad takes the weight in the order of its own dims
-    specs = quantized_specs(weight, shape)
-    whole = quantized_specs(dataclasses.replace(weight, gathered=True), shape)
-    results = jax.tree.leaves(whole, is_leaf=lambda v: isinstance(v, Spec))
-    return OpSharding((specs,), results, [()] * len(results), find_layout(weight))
+    shape = values_of(quantized).shape
+    shard_specs = quantized_specs(weight, shape)
+    gathered_specs = quantized_specs(dataclasses.replace(weight, gathered=True), shape)
+    results = jax.tree.leaves(gathered_specs, is_leaf=lambda v: isinstance(v, Spec))
+    return OpSharding((shard_specs,), results, [()] * len(results), find_layout(weight))
 
 
 def _gather_sharding(static: GatherSpec, operands, operand_specs) -> OpSharding:

@@ -44,7 +44,16 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale, turn_dims
+from moax.kernels.scales import (
+    DTYPES,
+    block_max,
+    dequantize,
+    find_scale_axes,
+    flatten_columns,
+    max_of_groups,
+    to_scale,
+    turn_dims,
+)
 from moax.mesh.axes import Names
 from moax.mesh.collectives import is_alone, reduce_max
 from moax.recipe import FULL, Format, Recipe, Recipes, Use
@@ -407,18 +416,11 @@ def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> Any:
         return xla.make_weight_operand(whole, recipe, use)
     format = cast(Format, recipe.w)
     transposed = stores_weight_transposed(recipe, use)
-    data = _flatten_columns(whole.data, transposed)
-    scale = _flatten_columns(whole.scale, transposed)
+    data = flatten_columns(whole.data, transposed)
+    scale = flatten_columns(whole.scale, transposed)
     blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
     data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
     return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
-
-
-def _flatten_columns(x, transposed: bool):
-    """Returns [E, K, *C] as [E, K, C], or if `transposed` [E, *C, K] as [E, C, K]."""
-    if transposed:
-        return x.reshape(x.shape[0], -1, x.shape[-1])
-    return x.reshape(x.shape[0], x.shape[1], -1)
 
 
 def quantize(

@@ -20,6 +20,7 @@ from moax.kernels.scales import (
     encode,
     expand_scales,
     find_scale_axes,
+    flatten_columns,
     max_of_groups,
     to_scale,
 )
@@ -109,8 +110,8 @@ def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> QArray:
     """Returns a quantized weight that is whole as the operand of a matmul."""
     format = cast(Format, recipe.w)
     data, scale = whole
-    data = data.reshape(*data.shape[:2], -1)
-    scale = scale.reshape(*scale.shape[:2], -1)
+    data = flatten_columns(data, False)
+    scale = flatten_columns(scale, False)
     return QArray(data, scale, format.dtype, format.weight_block(3, use))
 
 
