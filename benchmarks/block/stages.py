@@ -168,11 +168,11 @@ def split_step(
         length(union((k.start, k.end) for k in kernels if k.device == device)) for device in {k.device for k in kernels}
     )
     largest = [
-        {"part": part, "kernel": name, "scope": scope[-120:], "us": round(us, 1)} for (part, name, scope), us in listed
+        {"part": part, "kernel": name, "scope": scope[-120:], "us": round(us, 3)} for (part, name, scope), us in listed
     ]
     return {
-        "stages_us": {part: round(us, 1) for part, us in total.items()},
-        "busy_us": round(busy / 1e3 / steps, 1),
-        "guessed_us": round(unsure, 1),
+        "stages_us": {part: round(us, 3) for part, us in total.items()},
+        "busy_us": round(busy / 1e3 / steps, 3),
+        "guessed_us": round(unsure, 3),
         "largest": largest,
     }
