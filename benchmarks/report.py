@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,11 +15,13 @@ from typing import Any
 
 import jax
 
+from lm.machine import git_sha, output_of
 from moax.kernels.device import find_device
 from moax.text import align
 
 OURS = "moax"
 SONIC = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")  # the packages of SonicMoE's kernels
+CODE = ("src", "benchmarks", ":(exclude)benchmarks/results")  # what a measured commit has
 HOPPER = "hopper"  # `Row.path` of a program that runs moax's kernels for Hopper GPUs
 
 
@@ -101,7 +102,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
             "torch",
             *SONIC,
         ),
-        "git_sha": sha or git_sha(),
+        "git_sha": sha or git_sha(*CODE),
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "limits": limits,
@@ -185,7 +186,7 @@ def _driver() -> str | None:
     """Returns the version of the GPU's driver; None where JAX does not run on a GPU."""
     if find_device().platform != "gpu":
         return None
-    versions = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0] if versions else None
 
 
@@ -203,23 +204,6 @@ def _versions(*packages: str) -> dict[str, str]:
     return versions
 
 
-def git_sha() -> str | None:
-    """Returns the commit of this clone, with `-dirty` where its code differs from the commit; None without git."""
-    root = str(Path(__file__).parent.parent)
-    code = ("src", "benchmarks", ":(exclude)benchmarks/results")
-    sha = _output_of("git", "-C", root, "rev-parse", "HEAD")
-    return sha and sha + ("-dirty" if _output_of("git", "-C", root, "status", "--porcelain", "--", *code) else "")
-
-
 def _without_folder(part: str) -> str:
     """Returns the name of a file without its folder, which means nothing on another machine."""
     return part.rsplit("/", 1)[-1] if part.startswith("/") else part
-
-
-def _output_of(*command: str) -> str | None:
-    """Returns what a command prints, or None where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -6,6 +6,7 @@ data         the text, as batches of bytes
 model        parameters, their layout, and the forward pass
 step         one jitted update of the training state
 run          the files of a run, and its checkpoints
+machine      the machine and the commit that a run notes
 loop         a run from start to end
 processes    several processes that act as one run
 report       the lines that a run prints

@@ -7,10 +7,7 @@ folder that they share; each reads and writes its own shards.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from jaxtyping import PyTree
 
 from lm.config import TrainConfig
 from lm.data import Corpus
+from lm.machine import describe_machine
 from lm.step import TrainState
 
 KEPT = 2
@@ -68,30 +66,6 @@ class Run:
     def saved_steps(self) -> list[int]:
         """Returns the steps of the checkpoints, the newest last."""
         return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal())
-
-
-def describe_machine() -> dict[str, Any]:
-    """Returns the devices, the versions, the commit of this clone (None without git) and the time."""
-    root = str(Path(__file__).parent.parent)
-    sha = _output_of("git", "-C", root, "rev-parse", "HEAD")
-    if sha and _output_of("git", "-C", root, "status", "--porcelain", "--", "src", "lm"):
-        sha += "-dirty"
-    return {
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
-        "git_sha": sha,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _output_of(*command: str) -> str | None:
-    """Returns what a command prints, or None where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def create(config: TrainConfig) -> TrainConfig:

@@ -160,36 +160,6 @@ def test_every_result_is_printed():
     assert max(len(path.read_text()) for path in RESULTS.glob("*.json")) < 30_000
 
 
-def test_the_step_on_four_gpus_is_committed():
-    """Breaks if the page on MaxText shows another number of its step on four GPUs than the files hold."""
-    page = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
-    labels = {
-        ("x4_trainer.json", "maxtext-tokamax-experts-overlap", "none"): "MaxText, tokamax, bf16, `-experts-overlap`",
-        ("x4_trainer.json", "moax", "none+gathered"): "moax, `none+gathered`",
-        ("x4_trainer.json", "moax", "fp8_block+gathered"): "moax, `fp8_block+gathered`",
-        ("x4_trainer_installed.json", "maxtext-tokamax", "none"): "MaxText, tokamax, bf16",
-        ("x4_trainer_installed.json", "moax", "none+kept"): "moax, `none+kept`, split along H",
-    }
-    ms = {}
-    for name in ("x4_trainer.json", "x4_trainer_installed.json"):
-        for row in (row for row in read_rows(name) if row["us"]):
-            extra = row["extra"]
-            key = (name, row["impl"], row["recipe"])
-            ms[key] = row["us"] / 1e3
-            times = (ms[key], extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
-            cells = [
-                *(f"{time:.0f}" for time in times),
-                f"{extra['tokens_per_s']:,.0f}",
-                f"{extra['peak_bytes'] / 1e9:.1f}",
-            ]
-            assert f"| {labels[key]} | {' | '.join(cells)} |" in page
-            if "loss_off_moax" in extra:
-                assert extra["loss_off_moax"] < 0.0015 and "differ by 0.15 % at most" in page
-    theirs, bf16, fp8, installed, kept = (ms[key] for key in labels)
-    assert f"{theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in page
-    assert f"earlier call {installed / kept:.2f} times" in page
-
-
 def test_bytes_are_committed():
     """Breaks if the first number is not the bytes that wire.json holds, or is no longer half of bf16."""
     gathered = {(r["model"], r["recipe"]): r["gathered"] for r in read_rows("wire.json")}
@@ -278,32 +248,6 @@ def test_performance_is_committed():
     ]  # fmt: skip
     table = README[README.index("| ms | tokens a GPU |") :].split("\n\n")[0].splitlines()[2:]
     assert [tuple(cell.strip() for cell in line[1:-1].split("|")) for line in table] == rows
-
-
-def test_the_page_of_the_step_is_committed():
-    """Breaks if docs/how-to/maxtext-gpu.md omits a step, or shows a time, a rate or a peak of memory that none had."""
-    page = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
-    for name in ("h100_trainer.json", "h100_trainer_ways.json", "h100_trainer_mixtral.json", "h200_trainer.json"):
-        for row in (row for row in read_rows(name) if row["us"]):
-            shown = f"{row['us'] / 1e3:.1f} | {row['tflops']:.0f} | {row['extra']['peak_bytes'] / 1e9:.1f} GB |"
-            assert shown in page, (name, row["case"])
-    profiled = [row["extra"]["stages_us"] for row in read_rows("h100_trainer_parts.json")]
-    for part in profiled[0]:
-        if "quantization" not in part:  # of no row here
-            assert f"| {' | '.join(f'{us[part] / 1e3:.1f}' for us in profiled)} |" in page, part
-    own = {(int(re.search(r" x(\d) ", row["case"])[1]), row["recipe"]): row
-           for row in read_rows("h100_train_qwen3.json")}  # fmt: skip
-    for count in (1, 2, 4, 8):
-        bf16, fp8 = own[count, "none"], own[count, "fp8_block"]
-        rates = [row["extra"]["tokens_per_s"] for row in (bf16, fp8)]
-        computed = fp8["extra"]["fsdp8_computed"]["tokens_per_s"]
-        shown = [f"{count}", *(f"{row['us'] / 1e3:.1f}" for row in (bf16, fp8)), *(f"{rate:,.0f}" for rate in rates)]
-        assert f"| {' | '.join([*shown, f'{bf16["us"] / fp8["us"]:.2f}', f'{computed:,.0f}'])} |" in page
-    of_parts = [own[4, recipe]["extra"]["stages_us"] for recipe in ("none", "fp8_block")]
-    table = page[page.index("The parts of a step of 4 microbatches") :]
-    shown = re.findall(r"^\| [^|]+ \| (\d+\.\d) \| (\d+\.\d) \|$", table, re.M)
-    parts = [tuple(f"{us[part] / 1e3:.1f}" for us in of_parts) for part in of_parts[0]]
-    assert sorted(shown) == sorted(pair for pair in parts if pair != ("0.0", "0.0"))
 
 
 def test_imbalance_is_committed():

@@ -15,38 +15,22 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 
 from lm import arms, command
-from lm.config import ModelConfig, TrainConfig
 from lm.loop import train
+from support.training import MODEL, STEPS, tiny_run
 
 pytestmark = pytest.mark.loose
 
-MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=2, num_heads=2, num_experts=8, top_k=2)
-STEPS = 6
 HALF = STEPS // 2
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """The mesh has fsdp of four devices. shard_map's programs come out of the compilation cache."""
+    """The mesh has fsdp of four devices."""
     root = tmp_path_factory.mktemp("arms")
-    (root / "text.txt").write_text("".join(f"chapter {n}: the quick brown fox. " for n in range(2000)))
-    return TrainConfig(
-        model=MODEL,
-        name="base",
-        out=str(root / "runs"),
-        text=str(root / "text.txt"),
-        mesh=(("dp", 2), ("fsdp", 4)),
-        steps=STEPS,
-        batch=8,
-        seq=32,
-        lr=1e-2,
-        warmup=2,
-        dtype="float32",
-        engine="shard_map",
-        eval_every=HALF,
-        eval_batches=1,
-        save_every=HALF,
-    )
+    text = root / "text.txt"
+    text.write_text("".join(f"chapter {n}: the quick brown fox. " for n in range(2000)))
+    mesh = (("dp", 2), ("fsdp", 4))
+    return tiny_run(text, root / "runs", name="base", mesh=mesh, eval_every=HALF, save_every=HALF)
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,11 @@ from lm import data, plots, report
 from lm import model as lm
 from lm import run as runs
 from lm import step as steps
-from lm.config import PRESETS, ModelConfig, TrainConfig, check_batch, mesh_over_devices
+from lm.config import PRESETS, TrainConfig, check_batch, mesh_over_devices
 from lm.loop import train
+from support.training import MODEL, STEPS, tiny_run
 
 pytestmark = pytest.mark.loose
-
-MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=2, num_heads=2, num_experts=8, top_k=2)
-STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +47,8 @@ def corpus_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(corpus_folder, tmp_path_factory):
-    """With shard_map, whose programs come out of the compilation cache when a test builds the same one again."""
-    return TrainConfig(
-        model=MODEL,
-        name="whole",
-        out=str(tmp_path_factory.mktemp("runs")),
-        text=str(corpus_folder),
-        mesh=(("fsdp", 2), ("ep", 4)),
-        steps=STEPS,
-        batch=8,
-        seq=32,
-        lr=1e-2,
-        warmup=2,
-        dtype="float32",
-        engine="shard_map",
-        eval_every=3,
-        eval_batches=1,
-        save_every=0,
-    )
+    mesh = (("fsdp", 2), ("ep", 4))
+    return tiny_run(corpus_folder, tmp_path_factory.mktemp("runs"), name="whole", mesh=mesh, eval_every=3, save_every=0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""The numbers of docs/how-to/maxtext-gpu.md are those of the result files that it cites."""
+
+import re
+
+from support.results import ROOT, read_rows
+
+PAGE = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
+
+
+def test_the_step_on_four_gpus_is_committed():
+    """Breaks if the page on MaxText shows another number of its step on four GPUs than the files hold."""
+    labels = {
+        ("x4_trainer.json", "maxtext-tokamax-experts-overlap", "none"): "MaxText, tokamax, bf16, `-experts-overlap`",
+        ("x4_trainer.json", "moax", "none+gathered"): "moax, `none+gathered`",
+        ("x4_trainer.json", "moax", "fp8_block+gathered"): "moax, `fp8_block+gathered`",
+        ("x4_trainer_installed.json", "maxtext-tokamax", "none"): "MaxText, tokamax, bf16",
+        ("x4_trainer_installed.json", "moax", "none+kept"): "moax, `none+kept`, split along H",
+    }
+    ms = {}
+    for name in ("x4_trainer.json", "x4_trainer_installed.json"):
+        for row in (row for row in read_rows(name) if row["us"]):
+            extra = row["extra"]
+            key = (name, row["impl"], row["recipe"])
+            ms[key] = row["us"] / 1e3
+            times = (ms[key], extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
+            cells = [
+                *(f"{time:.0f}" for time in times),
+                f"{extra['tokens_per_s']:,.0f}",
+                f"{extra['peak_bytes'] / 1e9:.1f}",
+            ]
+            assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+            if "loss_off_moax" in extra:
+                assert extra["loss_off_moax"] < 0.0015 and "differ by 0.15 % at most" in PAGE
+    theirs, bf16, fp8, installed, kept = (ms[key] for key in labels)
+    assert f"{theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in PAGE
+    assert f"earlier call {installed / kept:.2f} times" in PAGE
+    check_causes(ms)
+
+
+def check_causes(ms: dict[tuple[str, str, str], float]) -> None:
+    """The page's reasons for the times of a step, and its computation for 48 layers, follow from the same files."""
+    page = " ".join(PAGE.split())
+    rows = {(row["impl"], row["recipe"]): row["extra"] for row in read_rows("x4_trainer.json") if row["us"]}
+    bf16, fp8 = (rows["moax", f"{recipe}+gathered"] for recipe in ("none", "fp8_block"))
+    products, quantization = (
+        [extra["stages_us"][f"MoE layer: {part}"] / 1e3 for extra in (bf16, fp8)]
+        for part in ("grouped products", "quantization")
+    )
+    assert f"take {products[1]:.0f} ms in place of {products[0]:.0f}, and the quantization of rows and weights " in page
+    assert f"rows and weights {quantization[1]:.0f}. " in page
+    assert f"The other {fp8['compute_ms'] - products[1] - quantization[1]:.0f} ms of compute" in page
+    sums = next(kernel["us"] / 1e3 for kernel in bf16["largest"] if "ReduceScatter" in kernel["kernel"])
+    assert f"the sums of gradients, {sums:.0f} ms" in page
+    installed = next(row for row in read_rows("x4_trainer_installed.json") if row["impl"] == "moax")
+    copies = [
+        kernel["us"] / 1e3
+        for kernel in installed["extra"]["largest"]
+        if "transpose" in kernel["kernel"] and re.search("gather_weight|experts_grad", kernel["scope"])
+    ]
+    assert f"these copies take {sum(copies):.0f} ms" in page
+
+    # T tokens, width H, V words; four layers of projections run forward twice.
+    tokens, width, words, projections = 32768, 2048, 151936, 2048 * 128 * (2 * 32 + 2 * 4)
+    head_work = 6 * tokens * width * words
+    layer_work = 4 * 6 * tokens * projections * 4 / 3
+    matmuls = bf16["stages_us"]["products outside of moax's block"] / 1e3
+    head = matmuls * head_work / (head_work + layer_work)
+    assert f"take {head:.0f} of the {int(matmuls)} ms" in page
+    steps = [ms["x4_trainer.json", *way] for way in (
+        ("moax", "none+gathered"), ("moax", "fp8_block+gathered"), ("maxtext-tokamax-experts-overlap", "none")
+    )]  # fmt: skip
+    seconds = [(head + (step - head) / 4 * 48) / 1e3 for step in steps]
+    assert "takes {:.2f} s in bf16, {:.2f} in FP8 and {:.2f} with tokamax".format(*seconds) in page
+    rates = [f"{round(tokens / time, -2):,.0f}" for time in seconds]
+    assert f"{rates[0]}, {rates[1]} and {rates[2]} tokens/s a GPU" in page
+
+
+def test_the_page_of_the_step_is_committed():
+    """Breaks if docs/how-to/maxtext-gpu.md omits a step, or shows a time, a rate or a peak of memory that none had."""
+    for name in ("h100_trainer.json", "h100_trainer_ways.json", "h100_trainer_mixtral.json", "h200_trainer.json"):
+        for row in (row for row in read_rows(name) if row["us"]):
+            shown = f"{row['us'] / 1e3:.1f} | {row['tflops']:.0f} | {row['extra']['peak_bytes'] / 1e9:.1f} GB |"
+            assert shown in PAGE, (name, row["case"])
+    profiled = [row["extra"]["stages_us"] for row in read_rows("h100_trainer_parts.json")]
+    for part in profiled[0]:
+        if "quantization" not in part:  # of no row here
+            assert f"| {' | '.join(f'{us[part] / 1e3:.1f}' for us in profiled)} |" in PAGE, part
+    own = {(int(re.search(r" x(\d) ", row["case"])[1]), row["recipe"]): row
+           for row in read_rows("h100_train_qwen3.json")}  # fmt: skip
+    for count in (1, 2, 4, 8):
+        bf16, fp8 = own[count, "none"], own[count, "fp8_block"]
+        rates = [row["extra"]["tokens_per_s"] for row in (bf16, fp8)]
+        computed = fp8["extra"]["fsdp8_computed"]["tokens_per_s"]
+        shown = [f"{count}", *(f"{row['us'] / 1e3:.1f}" for row in (bf16, fp8)), *(f"{rate:,.0f}" for rate in rates)]
+        assert f"| {' | '.join([*shown, f'{bf16["us"] / fp8["us"]:.2f}', f'{computed:,.0f}'])} |" in PAGE
+    of_parts = [own[4, recipe]["extra"]["stages_us"] for recipe in ("none", "fp8_block")]
+    table = PAGE[PAGE.index("The parts of a step of 4 microbatches") :]
+    shown = re.findall(r"^\| [^|]+ \| (\d+\.\d) \| (\d+\.\d) \|$", table, re.M)
+    parts = [tuple(f"{us[part] / 1e3:.1f}" for us in of_parts) for part in of_parts[0]]
+    assert sorted(shown) == sorted(pair for pair in parts if pair != ("0.0", "0.0"))
