@@ -7,246 +7,37 @@ the kernels of the step that take the most time, and on a mesh the time of colle
 trainer-gpus` run it; docs/how-to/maxtext-gpu.md says how.
 
 The variants compile side by side and then run one after another: first the most important ones of all cases. Where
-`--jobs` is smaller than their number, the most important ones also run before the others compile.
+`--jobs` is smaller than their number, the most important ones also run before the others compile. With `--resident` a
+variant stays on the GPUs from its compilation to its turn, and its row takes a third of the time.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import json
-import math
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import moax
-from benchmarks import profiles, report
-from benchmarks.block import stages
-from benchmarks.block.worker import ROOT, environment
-from benchmarks.report import OURS, Row
+from benchmarks import report
+from benchmarks.block.worker import ROOT
+from benchmarks.report import Row
 from benchmarks.trainer import ways
-from benchmarks.trainer.ways import CASES, Mesh, Way
+from benchmarks.trainer.variant import PROFILED, RUN, Clock, Variant, warm
+from benchmarks.trainer.ways import CASES, Mesh
 
-# No mean counts the first steps. The steps of a profile come after the counted ones.
-SKIPPED = 5
-PROFILED = 2
-COMPILATION = 420  # the seconds that a compilation may take
-RUN = 300  # the seconds that the steps of a variant may take
-HLO = "step.hlo"  # the optimized program of a step, whose scopes tell the parts of a profile
-# The parts of a step by the scope or the name of a kernel. MaxText has no scopes of its own. The first pattern decides.
-PARTS = {
-    "attention": r"cudnn|flash",
-    "optimizer": r"^jit\(train_step\)/(?!while)",
-    "accumulation of gradients": r"^jit\(train_step\)/while/body/(eval_jaxpr/)?add$",
-    "MoE layer: grouped products": r"grouped_matmul|matmul_activate|wgrad|ragged|gmm|jit\(_moe\).*dot_general",
-    "MoE layer: quantization": r"quantize",
-    "MoE layer: the rest of moax's block": r"jit\(_moe\)",
-    "products outside of moax's block": r"dot_general|nvjet|cutlass|gemm",
-    "casts, stacks and copies": r"convert_element_type|concatenate|stack|^Mem|copy",
-    "rest": "",
-}
 FORMULA = (
     "FLOP of a step of T tokens = 6 T (L (H D (2 Q + 2 KV) + H E + 3 H F K) + H V) + 6 L T S Q D: L layers, width H, "
     "Q and KV heads of D, E experts of width F, K a token, V words, S tokens a sequence. "
     "It counts no expert that a token did not choose, and nothing that runs a second time."
 )
-
-
-class Clock:
-    """The seconds of `--seconds`, after which no variant starts; None for no end."""
-
-    def __init__(self, seconds: float | None):
-        self.reason = f"not started: the {seconds} s of --seconds were over"
-        self.start = time.monotonic()
-        self.end = math.inf
-        if seconds is not None:
-            self.end = self.start + seconds
-
-    def left(self) -> float:
-        """Returns the seconds that are left."""
-        return self.end - time.monotonic()
-
-    def passed(self) -> float:
-        """Returns the seconds since the clock was made."""
-        return time.monotonic() - self.start
-
-    def is_over(self) -> bool:
-        """Returns whether no second is left."""
-        return self.left() <= 0
-
-
-@dataclasses.dataclass
-class Variant:
-    """One row: a case by one way, and the files of its process."""
-
-    case: str
-    way: Way
-    mesh: Mesh | None
-    load: str
-    layers: int
-    steps: int
-    argv: list[str]
-    folder: Path
-    why: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.case} {self.way.name} {self.way.label}"
-
-    def start(self, compile_only: bool) -> subprocess.Popen:
-        """Starts the process, which imports and then waits for a line."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        ours = dict(recipe=self.way.recipe) if self.way.name == OURS else None
-        result = str(self.folder / "result.json")
-        job = dict(
-            argv=self.argv,
-            moax=ours,
-            kept=self.way.kept,
-            load=self.load,
-            compile=compile_only,
-            result=result,
-        )
-        if any("profiler=" in one for one in self.argv):
-            job["hlo"] = str(self.folder / HLO)
-        else:
-            job["hlo"] = None
-        env = environment(
-            DECOUPLE_GCLOUD="TRUE",
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        )
-        # Compilations share the GPU, and a run has it alone.
-        env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false" if compile_only else "true"}
-        env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-        env |= self.devices()
-        if self.way.overlap:
-            flags = ways.xla_flags(moax.OVERLAP_OPTIONS.items())
-            env["XLA_FLAGS"] = " ".join(filter(None, (env.get("XLA_FLAGS", ""), flags)))
-        with open(self.folder / ("compile.log" if compile_only else "run.log"), "w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.trainer.worker", json.dumps(job)],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True, env=env,
-            )  # fmt: skip
-
-    def devices(self) -> dict[str, str]:
-        """Returns what makes a process see as many devices as its mesh has, on a machine with more of them."""
-        if self.mesh is None:
-            return {}
-        if "hardware=cpu" in self.argv:
-            return {"JAX_NUM_CPU_DEVICES": str(self.mesh.size)}
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if seen:
-            gpus = seen.split(",")[: self.mesh.size]
-        else:
-            gpus = [str(number) for number in range(self.mesh.size)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-
-    def finish(self, process: subprocess.Popen, seconds: float) -> None:
-        """Lets the process go on, and waits; `why` says what went wrong."""
-        try:
-            process.communicate("\n", timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            self.why = f"it did not end within {seconds:.0f} s"
-            return
-        if process.returncode:
-            logs = (self.folder / "run.log", self.folder / "compile.log")
-            text = "".join(log.read_text() for log in logs if log.exists()).splitlines()
-            errors = [line.strip() for line in text if "Error" in line or "RESOURCE_EXHAUSTED" in line]
-            self.why = (errors or text or ["no output"])[-1][:300]
-
-    def compile(self, clock: Clock) -> None:
-        """Compiles the step in a process that ends by the end of the clock."""
-        if clock.is_over():
-            self.why = clock.reason
-            return
-        self.finish(self.start(compile_only=True), min(COMPILATION, clock.left()))
-
-    def row(self) -> Row:
-        """Returns the row of a run; without times, where the run failed."""
-        row = Row(
-            "trainer",
-            self.case,
-            "step",
-            self.way.name,
-            self.way.label,
-            path="maxtext 0.2.5",
-            note=self.why,
-        )
-        row.extra = dict(
-            layers=self.layers,
-            settings=" ".join(one for one in self.argv if "/" not in one),
-        )
-        metrics = self.folder / "metrics.txt"
-        result = self.folder / "result.json"
-        row.extra |= json.loads(result.read_text()) if result.exists() else {}
-        memory = row.extra.pop("memory", None)
-        if self.why or not metrics.exists():
-            row.note = self.why or "it wrote no metrics"
-            return row
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()][: self.steps]
-        seconds = [step["perf/step_time_seconds"] for step in steps]
-        counted = seconds[min(SKIPPED, len(seconds) // 2) :]
-        mean = sum(counted) / len(counted)
-        tokens, tflop = (steps[-1][f"perf/per_device_{unit}_per_sec"] * seconds[-1] for unit in ("tokens", "tflops"))
-        row.us = mean * 1e6
-        row.tflops = tflop / mean
-        row.note = self.way.note
-        row.method = f"mean of the last {len(counted)} of {len(seconds)} steps, by MaxText's perf/step_time_seconds"
-        row.extra |= dict(
-            tokens_per_s=tokens / mean, tokens=round(tokens), tflop=tflop,
-            peak_bytes=memory["peak_bytes_in_use"] if memory else None,
-            step_seconds=seconds, losses=[step["learning/loss"] for step in steps],
-            grad_norms=[step["learning/grad_norm"] for step in steps],
-        )  # fmt: skip
-        if any(self.folder.rglob("*.xplane.pb")):
-            try:
-                kernels = profiles.read_profile(self.folder)
-                row.extra |= split_step(self.folder, kernels)
-                if self.mesh is not None and self.mesh.size > 1:
-                    row.extra |= split_wire(kernels)
-            # Where nothing ran on a GPU, the losses are useful without a profile.
-            except (OSError, ValueError) as error:
-                row.extra["profile_note"] = str(error)
-        return row
-
-
-def part_of(kernel: str, scope: str) -> str:
-    """Returns the part of a step of a kernel."""
-    return next(part for part, pattern in PARTS.items() if re.search(pattern, scope) or re.search(pattern, kernel))
-
-
-def split_step(folder: Path, kernels: list[profiles.Kernel]) -> dict[str, Any]:
-    """Returns the parts of a step of one GPU, and the kernels that take the most of it; `folder` has the program."""
-    gpus = len({kernel.device for kernel in kernels})
-    return stages.split_step(
-        (folder / HLO).read_text(),
-        kernels,
-        PROFILED * gpus,
-        PARTS,
-        part_of,
-    )
-
-
-def split_wire(kernels: list[profiles.Kernel]) -> dict[str, Any]:
-    """Returns ms of a step of the first GPU: its collectives, those with nothing computing beside them, its compute."""
-    of_gpu = profiles.overlaps(kernels, PROFILED)[0]
-    together = of_gpu.kinds[0]
-    return {
-        "wire_ms": round(together.ms, 3),
-        "exposed_ms": round(together.exposed_ms, 3),
-        "compute_ms": round(of_gpu.compute_ms, 3),
-    }
 
 
 def list_variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
@@ -301,13 +92,6 @@ def list_settings(args: argparse.Namespace, layers: int, microbatches: int, fold
             f"profiler_steps={PROFILED}",
         ]
     return settings
-
-
-def warm(variant: Variant) -> Variant:
-    """Returns the variant with one layer, for a compilation that has the GPUs alone."""
-    own = f"base_num_decoder_layers={variant.layers}"
-    argv = ["base_num_decoder_layers=1" if one == own else one for one in variant.argv]
-    return dataclasses.replace(variant, argv=argv, folder=variant.folder.with_name("warm"))
 
 
 def compare_losses(rows: list[Row]) -> None:
@@ -385,6 +169,11 @@ def main() -> int:
         help="start no variant after this time, and stop compilations then",
     )
     add(
+        "--resident",
+        action="store_true",
+        help="compile and train a variant in one process; the states of all variants must fit the GPUs together",
+    )
+    add(
         "--cache",
         default=str(ROOT / ".jax_cache" / "trainer"),
         help="the folder of the compilation cache",
@@ -405,9 +194,11 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs))
     variants = list_variants(args, folder, "H200" in head["device"])
     rows: list[Row] = []
+    measured: list[tuple[Variant, Row]] = []
 
     def write(variant: Variant) -> None:
         rows.append(variant.row())
+        measured.append((variant, rows[-1]))
         compare_losses(rows)
         report.save(args.out, head, rows)
         text = rows[-1].note
@@ -419,7 +210,9 @@ def main() -> int:
     for variant in variants[:1]:
         warm(variant).compile(clock)
     for wave in split_waves(variants, args.jobs):
-        measure(wave, clock, args.jobs, write)
+        measure(wave, clock, args.jobs, args.resident, write)
+    if args.profile:
+        add_profiles(measured)
     report.save(args.out, head, rows)
     report.show(head, rows)
     if find_spec("matplotlib") is None:
@@ -438,20 +231,21 @@ def split_waves(variants: list[Variant], jobs: int) -> list[list[Variant]]:
     return [list(wave) for _, wave in itertools.groupby(variants, key=lambda one: one.way.rank)]
 
 
-def measure(variants: list[Variant], clock: Clock, jobs: int, write: Callable[[Variant], None]) -> None:
+def measure(variants: list[Variant], clock: Clock, jobs: int, resident: bool, write: Callable[[Variant], None]) -> None:
     """Compiles the variants side by side, and runs one after another; `write` takes each that has ended."""
     say(f"compiling {len(variants)} variants, {jobs} at a time, {clock.passed():.0f} s after the start")
+    turns: Iterable[tuple[Variant, subprocess.Popen]]
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda variant: variant.compile(clock), variants))
+        if resident:
+            settled = pool.map(lambda variant: variant.settle(clock), variants)
+            turns = [(one, process) for one, process in zip(variants, settled, strict=True) if process is not None]
+        else:
+            list(pool.map(lambda variant: variant.compile(clock), variants))
+            turns = take_turns([one for one in variants if not one.why])
     say(f"compiled {clock.passed():.0f} s after the start")
     for failed in (one for one in variants if one.why):
         write(failed)
-    ready = [one for one in variants if not one.why]
-    processes = [one.start(compile_only=False) for one in ready[:1]]
-    for one, following in itertools.zip_longest(ready, ready[1:]):
-        process = processes.pop()
-        if following is not None:  # it imports beside the steps of `one`
-            processes.append(following.start(compile_only=False))
+    for one, process in turns:
         if clock.is_over():
             process.kill()
             process.wait()
@@ -459,6 +253,24 @@ def measure(variants: list[Variant], clock: Clock, jobs: int, write: Callable[[V
         else:
             one.finish(process, RUN)
         write(one)
+
+
+def take_turns(variants: list[Variant]) -> Iterator[tuple[Variant, subprocess.Popen]]:
+    """Yields each variant with its process, which imported beside the steps of the variant before."""
+    started = [one.start() for one in variants[:1]]
+    for number, one in enumerate(variants):
+        process = started.pop()
+        started += [following.start() for following in variants[number + 1 : number + 2]]
+        yield one, process
+
+
+def add_profiles(measured: list[tuple[Variant, Row]]) -> None:
+    """Adds to each row what its profile tells. Profiles are read side by side, after all rows."""
+    workers = max(1, min(len(measured), (os.cpu_count() or 2) // 2))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        profiles = pool.map(Variant.read_profile, [variant for variant, _ in measured])
+        for (_, row), profile in zip(measured, profiles, strict=True):
+            row.extra |= profile
 
 
 def as_mesh(text: str) -> Mesh:

@@ -6,7 +6,8 @@
 on stdin: the imports of one variant so run beside the steps of another. With `compile` it compiles the step for shapes
 alone, which leaves it in the compilation cache, and ends.
 Otherwise it trains, and writes `result`, a JSON file. Its `seconds` tell when the step was lowered and compiled, and
-when the process had trained, since the line on stdin.
+when the process had trained, since the line on stdin. Where `compiled` is not null, the process makes a file of this
+name after the compilation, and waits for a second line before the steps.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def main() -> None:
             results["compiled_bytes"] = None
         if job["compile"]:
             raise SystemExit(0)
+        if job["compiled"]:
+            Path(job["compiled"]).touch()
+            sys.stdin.readline()
 
     def note_time(what):
         results.setdefault("seconds", {})[what] = round(time.monotonic() - start, 1)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.profiles import Kernel
 from benchmarks.report import OURS, Row
 from benchmarks.trainer import __main__ as trainer
-from benchmarks.trainer import loads, ways
+from benchmarks.trainer import loads, variant, ways
 from benchmarks.trainer.ways import Mesh
 
 
@@ -181,14 +181,14 @@ def test_the_wire_of_a_profile():
         Kernel("GPU:0", "ncclDevKernel_AllGather_RING_LL", "all-gather.1", 2e6, 8e6),
         Kernel("GPU:1", "gemm", "dot.1", 0, 90e6),
     ]
-    assert trainer.split_wire(kernels) == {"wire_ms": 3.0, "exposed_ms": 2.0, "compute_ms": 2.0}
+    assert variant.split_wire(kernels) == {"wire_ms": 3.0, "exposed_ms": 2.0, "compute_ms": 2.0}
 
 
 def test_no_variant_starts_after_the_clock():
     """Breaks if a run goes on after `--seconds`."""
-    assert trainer.Clock(0).is_over()
-    assert not trainer.Clock(60).is_over()
-    assert not trainer.Clock(None).is_over()
+    assert variant.Clock(0).is_over()
+    assert not variant.Clock(60).is_over()
+    assert not variant.Clock(None).is_over()
 
 
 def test_the_words_of_only_are_an_order():
@@ -220,7 +220,7 @@ def test_losses_are_compared_with_the_first_row_that_ran():
 def test_a_variant_sees_the_devices_of_its_mesh(monkeypatch, tmp_path):
     """Breaks if a mesh of two GPUs runs over all GPUs of a machine, or takes those of another."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
-    variant = trainer.Variant("c", ways.CAPACITY, Mesh(2, 1), "synthetic", 1, 1, [], tmp_path)
-    assert variant.devices() == {"CUDA_VISIBLE_DEVICES": "5,3"}
+    one = variant.Variant("c", ways.CAPACITY, Mesh(2, 1), "synthetic", 1, 1, [], tmp_path)
+    assert one.devices() == {"CUDA_VISIBLE_DEVICES": "5,3"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert variant.devices() == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert one.devices() == {"CUDA_VISIBLE_DEVICES": "0,1"}
