@@ -2,20 +2,23 @@
 
     PYTHONPATH=src python scripts/check_processes.py [--tiny]
 
-Blocks are compared by values, gradients and stats, and each process compiles all of them at once. The script exits with
-1 where a value differs by more than LIMIT, or an integer differs at all. It needs N GPUs; without GPUs, N devices are
-emulated, on which `--tiny` takes a minute.
+Blocks are compared by values, gradients and stats. All processes run side by side, and each compiles all blocks at
+once. The script exits with 1 where a value differs by more than LIMIT, or an integer differs at all. Where a process
+fails or does not end within `--seconds`, its output says how far it came. The script needs N GPUs; without GPUs, N
+devices are emulated, on which `--tiny` takes ten seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a shard
 SAME_PRODUCTS = {"xla_gpu_autotune_level": 0}
 ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3)
 BLOCK = moax.MoEConfig(320, 192, 16, 4, use_bias=True, shared_d_ff=128, router=ROUTER)
+START = time.monotonic()
 SMALL = moax.MoEConfig(64, 32, 4, 2, router=ROUTER)
 # (the axis with all devices, exchange, recipe, buffer_factor, whether all tokens go to one rank, type of the axes)
 CASES = (
@@ -128,14 +132,30 @@ def work(args: argparse.Namespace) -> None:
     # The numbers of tokens are prime.
     config = SMALL if args.tiny else BLOCK
     tokens = 61 if args.tiny else 487
-    programs = [lower(case, config, tokens) for case in CASES[: 2 if args.tiny else None]]
+    programs = []
+    for case in CASES[: 2 if args.tiny else None]:
+        programs.append(lower(case, config, tokens))
+        say("lowered", case)
     options = SAME_PRODUCTS if jax.default_backend() == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
-        compiled = list(pool.map(lambda program: program.lowered.compile(options), programs))
+        compiled = list(pool.map(lambda program: compile_program(program, options), programs))
     values: dict[str, np.ndarray] = {}
     for program, executable in zip(programs, compiled, strict=True):  # all processes run the blocks in one order
         values |= compute(program, executable)
+        say("computed", program.case)
     np.savez(Path(args.out) / f"values.{process}.npz", **values)
+
+
+def compile_program(program: Program, options: dict[str, Any] | None) -> jax.stages.Compiled:
+    """Compiles a program, and says so."""
+    compiled = program.lowered.compile(options)
+    say("compiled", program.case)
+    return compiled
+
+
+def say(what: str, case: tuple) -> None:
+    """Prints what was done with a case, and the seconds since the script was imported."""
+    print(f"{time.monotonic() - START:.0f} s: {what} {case}", flush=True)
 
 
 def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
@@ -149,6 +169,18 @@ def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
     return not (np.abs(got.astype(np.float64) - want) <= limit).all()  # a NaN differs
 
 
+def finish(folder: Path, running: list[subprocess.Popen], end: float) -> dict[str, np.ndarray]:
+    """Returns the values that the processes of a folder wrote; exits with the output of one that failed."""
+    ended = processes.finish(folder, running, end - time.monotonic())
+    for i, (code, said) in enumerate(ended):
+        if code:
+            sys.exit(f"process {i} of {len(ended)} ended with code {code}:\n{said[-3000:]}")
+    values: dict[str, np.ndarray] = {}
+    for file in folder.glob("*.npz"):
+        values |= dict(np.load(file).items())
+    return values
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -156,6 +188,7 @@ def main() -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small blocks, for emulated devices")
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
+    parser.add_argument("--seconds", type=float, default=500, help="kill processes after it (default: %(default)s)")
     # These options are those of a worker.
     of_worker = dict(out=str, gpus=int, coordinator=str, num_processes=int, process_id=int)
     for name, kind in of_worker.items():
@@ -169,26 +202,23 @@ def main() -> int:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
         gpus = listed.stdout.count("GPU ")
     devices = args.devices or gpus or 2
-    results = []
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
     if not gpus:
         os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory(prefix="check_processes_") as name:
+        started = {}
         for count in (1, devices):
             folder = Path(name, str(count))
             command = [__file__, "--out", str(folder)]
             command += ["--devices", str(devices), "--gpus", str(gpus)]
             command += ["--tiny"] * args.tiny
-            started = processes.start(folder, command, processes=count, devices=None)
-            ended = processes.finish(folder, started, 500)
-            for i, (code, said) in enumerate(ended):
-                if code:
-                    sys.exit(f"process {i} of {count}:\n{said[-3000:]}")
-            values: dict[str, np.ndarray] = {}
-            for file in folder.glob("*.npz"):
-                values |= dict(np.load(file).items())
-            results.append(values)
-    one, several = results
+            started[folder] = processes.start(folder, command, processes=count, devices=None)
+        end = time.monotonic() + args.seconds
+        try:
+            one, several = (finish(folder, running, end) for folder, running in started.items())
+        finally:
+            for process in itertools.chain(*started.values()):
+                process.kill()
     keys = one.keys() | several.keys()
     bad = sorted(key for key in keys if differ(several.get(key), one.get(key)))
     verdict = f"{len(bad)} of {len(one)} shards differ" if bad else "one process and several agree"

@@ -44,7 +44,7 @@ def test_on_gpus():
     if jax.device_count() < 2:
         pytest.skip("it needs two GPUs")
     with alone():
-        command = [sys.executable, "scripts/check_processes.py"]
+        command = [sys.executable, "scripts/check_processes.py", "--seconds", "450"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "one process and several agree\n"
