@@ -260,7 +260,7 @@ def permute_quantize(
         groups,
         p.axes.tokens,
         gather_idx=plan.gather_idx,
-        in_products=gathers,
+        in_matmul=gathers,
         direct=direct,
         wgrad=wgrad and not plain,
     )

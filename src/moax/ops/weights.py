@@ -230,7 +230,7 @@ def _make_whole(
     experts, *matrix = shard.data.shape
     if transposed:
         matrix = [matrix[-1], *matrix[:-1]]
-    scale_axes = find_scale_axes((experts, *matrix), format, use, gather) or (gather[0], (), ())
+    scale_axes = find_scale_axes((experts, *matrix), format, use, gather)
     gather = turn_dims(gather, transposed)
     scale_axes = turn_dims(scale_axes, transposed)
     return collectives.gather_qshard(shard, gather, scale_axes, scales_first, equal=equal)
@@ -268,8 +268,6 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
     for use in USES:
         shard_shape = local_shape(shape, layout.spec, weight.axes)
         scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
-        if not scale_axes:
-            scale_axes = (layout.gather[0], (), ())
         split = layout.kept
         if format.block is None:
             split = (split[0], (), ())

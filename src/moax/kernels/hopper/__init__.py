@@ -48,9 +48,9 @@ from moax.kernels.scales import (
     DTYPES,
     block_max,
     dequantize,
-    find_scale_axes,
     flatten_columns,
     max_of_groups,
+    shards_cut_blocks,
     to_scale,
     turn_dims,
 )
@@ -150,13 +150,13 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
-    *, gather_idx: Any = None, in_products: bool = False, direct: bool = True, wgrad: bool = True,
+    *, gather_idx: Any = None, in_matmul: bool = False, direct: bool = True, wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
     if not (direct or wgrad):
         return None, None
     format: Any = getattr(recipe, role)
-    if in_products and format is None:
+    if in_matmul and format is None:
         operand = GatheredRows(x, gather_idx)
         return operand, operand
     fp8 = supports_fp8(recipe)
@@ -175,8 +175,9 @@ def quantize_for_matmul(
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        results: Any = dict(rows=direct, columns=wgrad)
-        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, scale=scale, **results)
+        return quantize_rows(
+            x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad, scale=scale
+        )
 
 
 def matmul(
@@ -201,8 +202,7 @@ def _matmul(x, w, blocks: Blocks, dtype, gather_idx=None, bias=None, transpose: 
     if op != "matmul":
         columns = rows
     tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, gather_idx)
-    settings: Any = dict(transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
-    return grouped_matmul(x, w, blocks, tile, **settings)
+    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
 
 
 def matmul_activate(
@@ -263,8 +263,9 @@ def wgrad(
     else:
         gather_idx, gathers = idx_of_dy, "dy"
         tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, gather_idx), rows)
-    settings: Any = dict(gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total)
-    return grouped_wgrad(x, dy, groups.blocks, tile, **settings)
+    return grouped_wgrad(
+        x, dy, groups.blocks, tile, gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total
+    )
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
@@ -282,17 +283,17 @@ def activate(
     amax_over: Names,
 ) -> Any:  # fmt: skip
     """Returns the Operand of act(h) times the weight of each row; XLA computes what the kernels do not know."""
+    gated = h.shape[1] == 2
     flat = h.reshape(h.shape[0], -1)
-    settings: Any = dict(gated=h.shape[1] == 2, weights=weights)
     with jax.named_scope("activate"):
-        if not supports_activation(act, settings["gated"]):
+        if not supports_activation(act, gated):
             a = xla.activate(h, act, FULL, groups, weights=weights, amax_over=())
             a = zero_rows(a, groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
-            settings["format"] = recipe.x
-            return activation.activate_quantize(flat, groups.blocks, act, **settings)
+            format = cast(Format, recipe.x)
+            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
         else:
-            a = activation.activate_rows(flat, groups.blocks, act, **settings)
+            a = activation.activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
 
 
@@ -318,10 +319,12 @@ def activate_grad_quantize(
     """Computes the backward of `activate`, quantized."""
     if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        settings: Any = dict(weights=weights, of_a=recipes.wo.x, of_h=recipes.wi.dy)
+        of_a = cast(Format, recipes.wo.x)
+        of_h = cast(Format, recipes.wi.dy)
         with jax.named_scope("activate"):
-            results = activation.activate_grad_quantize(flat, d_a, groups.blocks, act, **settings)
-        a, d_h_rows, d_h_columns, inner = results
+            a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
+                flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
+            )
         return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, direct=False)
@@ -386,9 +389,9 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
     format = cast(Format, recipe.w)
     transposed = stores_weight_transposed(recipe, use)
     experts, rows, *columns = w.shape
-    whole_blocks = find_scale_axes(w.shape, format, use, gather) is not None
-    # Where a shard ends inside a block, the maximum of the block comes from several devices.
-    if not whole_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
+    # Where shards cut blocks, the maximum of a block comes from several devices.
+    cuts_blocks = shards_cut_blocks(w.shape, format, use, gather)
+    if cuts_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         if format.scale == "e8m0":  # the matmuls take these scales in float32
             recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
         shard = xla.quantize_shard(w, recipe, use, gather, amax_over)
