@@ -1,4 +1,4 @@
-"""Low-rank adapters of frozen experts (LoRA; Hu et al., 2021), one pair of matrices for each expert and product.
+"""Low-rank adapters of frozen experts (LoRA; Hu et al., 2021), a pair of matrices for each of wi and wo.
 
     h[n] = x[n] wi[e] + scale (x[n] wi_a[e]) wi_b[e]        a = act(h)
     o[n] = a[n] wo[e] + scale (a[n] wo_a[e]) wo_b[e]        e is the expert of row n
@@ -35,7 +35,7 @@ class Adapters[Leaf]:
     Attributes:
       wi_a: [E, H, r]. wi_b: [E, r, G, F]. Latent experts have L in the place of H.
       wo_a: [E, F, r]. wo_b: [E, r, H].
-      scale: the factor of both products, a number; alpha / r in the words of the paper.
+      scale: the factor of both adapters, a number; alpha / r in the words of the paper.
     """
 
     wi_a: Leaf | None
@@ -60,7 +60,7 @@ def init(
       key: a PRNG key.
       config: the sizes of the block.
       rank: r, at least 1.
-      scale: the factor of both products, a finite number.
+      scale: the factor of both adapters, a finite number.
       dtype: the dtype of the adapters.
       axes: the role of each mesh axis. With a mesh in force the adapters lie as `adapter_specs` says.
 

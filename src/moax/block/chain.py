@@ -89,12 +89,12 @@ class HalfwayGrad(NamedTuple):
 
     Attributes:
       d_h: [N, G F], the gradient of h as an operand of a matmul.
-      d_rows: [N, H], the part of the gradient of the sorted rows that does not come from wi; None without adapters.
+      d_rows_adapter: [N, H], the gradient of the sorted rows that comes from the adapter of wi; None without one.
       d_row_weights: [N] f32, the gradient of each row's routing weight.
     """
 
     d_h: Operand
-    d_rows: Float[Array, "N H"] | None
+    d_rows_adapter: Float[Array, "N H"] | None
     d_row_weights: Float[Array, " N"]
 
 
@@ -228,8 +228,8 @@ def backward_up(
     """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
     saved, groups, _ = halfway
     d_rows = expert_up_grad(p, grads.d_h, wi, groups)  # [N, H]
-    if grads.d_rows is not None:
-        d_rows = d_rows + grads.d_rows
+    if grads.d_rows_adapter is not None:
+        d_rows = d_rows + grads.d_rows_adapter
     d_received = unpermute_forward(buffers.permute, d_rows, saved.plan)  # [R, H]
     d_weights = weights_from_rows(saved.plan, grads.d_row_weights)  # [R, K]
     dx, d_weights = dispatch_backward(buffers.exchange, saved.sent, d_received, d_weights)

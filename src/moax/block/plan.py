@@ -193,9 +193,9 @@ def make_plan(
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
     """Returns the portable transport whose balanced step costs least, and of equal ones the first.
 
-    A row has the same bytes in every portable transport. With few ranks it costs `SLOT_COST` times as much if it has a
-    slot. With a capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on
-    the way.
+    A step costs what its rows cost. A row has the same bytes in every portable transport, and with few ranks a row with
+    a slot costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
+    the result is all_gather, which drops none on the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO

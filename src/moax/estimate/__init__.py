@@ -485,7 +485,7 @@ def _puts(
     puts_of_scope = {}
     for scope in traced.keys() & {*STEPS}:
         transfers = traced[scope]
-        times = transfers.count(transfers[0])  # a chunk sends rows once, and twice with remat
+        times = transfers.count(transfers[0])  # 2 where remat dispatches again
         puts = transport.cost(exchange, config.top_k, scope, transfers[: len(transfers) // times])
         puts_of_scope[scope] = puts * times
     return puts_of_scope
