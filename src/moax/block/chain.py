@@ -200,9 +200,11 @@ def backward_down(
     if down.d_input is not None:
         d_a = d_a + down.d_input.astype(d_a.dtype)
     hidden = activate_grad(p, saved, d_a, w, groups)  # [N, F], [N, G F]
-    d_wo = weight_grad(p, "expert_down", hidden.a, d_o_wgrad, groups, total.wo)  # [N, F]^T [N, H]
-    # [N, H]^T [N, G F]
-    d_wi = weight_grad(p, "expert_up", saved.rows, hidden.d_h_wgrad, groups, total.wi)
+    with jax.named_scope("expert_down"):
+        d_wo = weight_grad(p, hidden.a, d_o_wgrad, groups, total.wo, (-1,))  # [N, F]^T [N, H]
+    with jax.named_scope("expert_up"):
+        columns = (p.config.gates, -1)
+        d_wi = weight_grad(p, saved.rows, hidden.d_h_wgrad, groups, total.wi, columns)  # [N, H]^T [N, G F]
     up = TermGrads()
     if w.has_up_terms:
         up = small_terms.grad_up(p, saved.rows, hidden.d_h_plain, w, groups)
@@ -391,18 +393,15 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) ->
 
 def weight_grad(
     p: BlockPlan,
-    scope: str,
     x: Operand,
     dy: Operand,
     groups: Groups,
     total: Array | None,
+    columns: tuple[int, ...],
 ) -> Array | None:
-    """Returns x^T dy for each expert, added to `total`; None where the weight is frozen."""
+    """Returns x^T dy [E, K, *columns] for each expert, added to `total`; None where the weight is frozen."""
     if p.frozen:
         return None
-    with jax.named_scope(scope):
-        matrices = None if total is None else total.reshape(*total.shape[:2], -1)
-        dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.wi.grad_dtype, matrices)
-        if scope == "expert_up":
-            dw = dw.reshape(*dw.shape[:2], p.config.gates, -1)
-        return dw
+    matrices = None if total is None else total.reshape(*total.shape[:2], -1)
+    dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.wi.grad_dtype, matrices)
+    return dw.reshape(*dw.shape[:2], *columns)

@@ -257,14 +257,14 @@ def _moe(
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.explicit_axes:
+        y = jax.sharding.reshard(y, sharding)
     stats = _collect_stats(view, routing, dropped, rounds)
     if return_routing:
         experts = unflatten_tokens(routing.experts, x, view)
         weights = unflatten_tokens(routing.weights, x, view)
         stats = stats._replace(routing=dataclasses.replace(routing, experts=experts, weights=weights))
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.explicit_axes:
-        y = jax.sharding.reshard(y, sharding)
     return y, stats
 
 
