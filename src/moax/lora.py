@@ -72,6 +72,7 @@ def init(
     check_value("rank", rank, int)
     check_value("dtype", dtype, jnp.floating)
     check_value("scale", scale, float, least=-math.inf)
+    check_value("axes", axes, Axes)
     shapes = adapter_shapes(config, rank)
 
     def draw(key, shape):
@@ -110,6 +111,8 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
 
     For arguments and errors see `moax.param_specs`.
     """
+    check_value("config", config, MoEConfig)
+    check_value("axes", axes, Axes)
     resolved = axes.resolve(mesh or mesh_in_force())
     split = {"E": resolved.ep, "F": resolved.tp}
     shapes = adapter_shapes(config, 1)
@@ -121,11 +124,20 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
 
 
 def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Array]:
-    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes."""
+    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes.
 
-    def add(w, a, b, rule):
+    Raises:
+      ValueError: an argument is of the wrong kind, or a weight with an adapter is None.
+    """
+    check_value("params", params, MoEParams)
+    check_value("adapters", adapters, Adapters, "moax.lora.init")
+
+    def add(name, a, b, rule):
+        w = getattr(params, name)
         if a is None:
             return w
+        if w is None:
+            raise ValueError(f"params.{name} is None; it must be the weight that adapters.{name}_a changes")
         operands, dims_of_w = rule.split("->")
         dims_of_a, dims_of_b = operands.split(",")
         # fsdp splits w, and no adapter.
@@ -134,8 +146,8 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
         change = jnp.einsum(rule, a, b, precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
-    wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
-    wo = add(params.wo, adapters.wo_a, adapters.wo_b, "efr,erh->efh")
+    wi = add("wi", adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
+    wo = add("wo", adapters.wo_a, adapters.wo_b, "efr,erh->efh")
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 

@@ -180,6 +180,7 @@ def quantize_params(
     check_value("config", config, MoEConfig)
     options = replace_options("quantize_params", options, keywords)
     check_params(params, config, local=_takes_shards(options.axes))
+    check_value("dtype", dtype, jnp.floating)
     check_value("gather", gather, bool)
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype), bool(gather))
 

@@ -344,7 +344,7 @@ def estimate(
     if layers is None:
         layers = layers_of_model
     options = replace_options("estimate", options, keywords)
-    if isinstance(hardware, str):
+    if not isinstance(hardware, Hardware):
         if hardware not in HARDWARE:
             raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
         hardware = HARDWARE[hardware]
@@ -357,6 +357,9 @@ def estimate(
         check_value("kept", kept, KEPT)
     for name, value in {"optimizer_bytes": optimizer_bytes, "other_bytes": other_bytes}.items():
         check_value(name, value, int, least=0)
+    for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        check_value(name, value, jax.numpy.floating)
+    check_value("remat", remat, bool)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds = (AxisType.Explicit,) * len(sizes)

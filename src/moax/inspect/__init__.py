@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from moax.block.moe import moe
+from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
@@ -143,8 +144,12 @@ def inspect_block(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: there is no mesh, or the token axes do not divide the tokens.
+      ValueError: an argument is of the wrong kind, there is no mesh, or the token axes do not divide the tokens.
     """
+    check_value("config", config, MoEConfig)
+    check_value("tokens", tokens, int)
+    for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        check_value(name, value, jnp.floating)
     options = replace_options("inspect_block", options, keywords)
     mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:
