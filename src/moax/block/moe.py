@@ -225,7 +225,7 @@ def _moe(
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     absent = params.wi is None or params.wo is None
     if absent:
-        params = _fill(params, arrays.quantized, x.dtype)
+        params = _fill_with_zeros(params, arrays.quantized, x.dtype)
     view = find_mesh_view(options.axes, options.engine, x, params)
     axes, view = find_token_dims(x, options.axes, view)
     options = dataclasses.replace(options, axes=axes)
@@ -242,7 +242,7 @@ def _moe(
     if view.explicit:
         check_layouts(view, params, declared)
         params = reshard_params(params, declared, warn=not absent)
-    tokens = _flatten(view, x, arrays)
+    tokens = _read_tokens(view, x, arrays)
     params = _constrain_params(params, declared, (*ROUTER, "wi", "wo") if absent else ROUTER)
 
     routing, experts, weights = route_tokens(view, tokens, params, config, options, arrays.override)
@@ -331,8 +331,8 @@ def _plan(
     )
 
 
-def _flatten(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
-    """Returns the tokens of a call."""
+def _read_tokens(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
+    """Returns the tokens of a call, flat, with 0 for padding."""
     rows = flatten_tokens(x, view)
     real = None
     if arrays.mask is not None:
@@ -417,7 +417,7 @@ def _add_shared(
     return y + shared
 
 
-def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> MoEParams[Array]:
+def _fill_with_zeros(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> MoEParams[Array]:
     """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
     if quantized is None or params.wi is not None or params.wo is not None:
         raise ValueError(
