@@ -151,6 +151,7 @@ WRONG = [
     *_with(moax.estimate.estimate, "remat", (1, "yes"), model=CONFIG, mesh={}, tokens=8),
     *_with(moax.hf.config_to_hf, "config", (None, {}), model_type="mixtral"),
     *_with(moax.hf.params_from_hf, "config", (None, {}), source={}, model_type="mixtral"),
+    *_with(moax.init, "initializers", ({"wi": 3},), key=jax.random.key(0), config=CONFIG),
     *_with(moax.Axes, "dp", ({"a": 1}, 1, [1])),
     *_with(moax.Format, "block", (True, 0, 8.0, "8", [8])),
     *_with(moax.Format, "dtype", ("e3m4", None, ["e4m3"], jnp.float8_e4m3fn)),

@@ -433,6 +433,9 @@ def init(
     for name in initializer_of:
         if name not in shapes:
             raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(shapes)}")
+        if not callable(initializer_of[name]):
+            value = initializer_of[name]
+            raise ValueError(f"initializers[{name!r}]={value!r} must be a function (key, shape, dtype) -> array")
 
     def make(key):
         values: dict[str, Any] = dict.fromkeys(DIMS)

@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard, vary_like
+from moax.mesh.collectives import all_gather_rows, mask_to_first_rank, take_own_rows, vary_like
 from moax.mesh.specs import reshard_like
 
 Rule = Literal["sign", "quantile"]
@@ -229,13 +229,13 @@ def balance_sequences(
     ids = sequences[:, 0]
     if mask is not None:
         ids = jnp.where(mask, ids, -1)
-    rows = gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
+    rows = all_gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = _rank_rows(rows[:, :columns])
     zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
     tokens = zeros.at[number[:, None], rows[:, columns:]].add(1, mode="drop")
     sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
-    local_number = take_shard(number, (along,))
+    local_number = take_own_rows(number, along)
     size = jnp.maximum(sizes[local_number], 1).astype(jnp.float32)
     balance = tokens[local_number].astype(jnp.float32) / (size**2)[:, None]
     number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
