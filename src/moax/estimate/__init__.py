@@ -69,8 +69,6 @@ HARDWARE: dict[str, Hardware] = {
     "h100": Hardware("NVIDIA H100", 80e9, 760e12, 1130e12, 257e12, 2.99e12, 280e9, 45e9),
     "h200": Hardware("NVIDIA H200", 141e9, 760e12, 1130e12, 257e12, 4.29e12, 280e9, 45e9),
 }
-
-
 RESERVE = 0.1  # of a GPU's memory, for XLA, NCCL and the pieces between arrays
 
 

@@ -53,7 +53,7 @@ class OneSided(Transport):
     note = "over the first GPUs of the machine, within one process"
     portable = False
 
-    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+    def plan(self, static: ExchangeSpec, experts, index) -> Planned:
         tokens, top_k = experts.shape
         ep = static.axes.ep
         slot, until, dropped = number_slots(static, experts, index)
