@@ -63,13 +63,6 @@ class Residuals(NamedTuple):
     overflow: Int[Array, " 3"] | None = None
 
 
-class Sorting(NamedTuple):
-    """How received rows become sorted ones: the permutation, and the groups of the sorted rows."""
-
-    plan: Plan
-    groups: Groups
-
-
 class Halfway(NamedTuple):
     """What the first half of forward gives the second, and gives backward.
 
@@ -127,8 +120,7 @@ def forward_up(
     planned = plan_rows(buffers.permute, received.experts, received.weights, start)
     plan, row_weights = lax.optimization_barrier(planned)
     groups = find_groups(p, buffers, plan)
-    sorting = Sorting(plan, groups)
-    rows, wgrad_rows = permute_quantize(p, received.rows, sorting, "x", wgrad=keep)  # [N, H]
+    rows, wgrad_rows = permute_quantize(p, received.rows, plan, groups, "x", wgrad=keep)  # [N, H]
     h, a = expert_up(p, rows, wgrad_rows, w, groups)  # [N, G, F]
     h = lax.optimization_barrier(h)
     saved = Residuals(wgrad_rows if keep else None, h, plan, row_weights, received.slots)
@@ -167,8 +159,7 @@ def sort_again(p: BlockPlan, buffers: Round, halfway: Halfway, x: Float[Array, "
     if saved.rows is not None:
         return halfway
     received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
-    sorting = Sorting(saved.plan, groups)
-    _, wgrad_rows = permute_quantize(p, received, sorting, "x", direct=False)  # [N, H]
+    _, wgrad_rows = permute_quantize(p, received, saved.plan, groups, "x", direct=False)  # [N, H]
     return Halfway(saved._replace(rows=wgrad_rows), groups)
 
 
@@ -188,9 +179,8 @@ def backward_down(
     Returns what `backward_up` takes, and the gradients of the gathered weights, added to `total`.
     """
     saved, groups, _ = halfway
-    sorting = Sorting(saved.plan, groups)
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
-    d_o, d_o_wgrad = permute_quantize(p, d_partial, sorting, "dy", wgrad=not p.frozen)  # [N, H]
+    d_o, d_o_wgrad = permute_quantize(p, d_partial, saved.plan, groups, "dy", wgrad=not p.frozen)  # [N, H]
     d_a = expert_down_grad(p, d_o, w.wo, groups)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
@@ -241,14 +231,14 @@ def backward_up(
 def permute_quantize(
     p: BlockPlan,
     received: Float[Array, "R H"],
-    sorting: Sorting,
+    plan: Plan,
+    groups: Groups,
     role: Role,
     *,
     direct=True,
     wgrad=True,
 ) -> tuple[Operand, Operand]:
     """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
-    plan, groups = sorting
     recipe = p.recipe.wi
     gathers = p.gathers_x
     if role == "dy":

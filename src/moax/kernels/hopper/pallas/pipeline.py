@@ -334,20 +334,9 @@ def run(
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(total.shape, jnp.float32)
             added = run(
-                operands,
-                wide,
-                tile,
-                stages,
-                count=count,
-                locate=locate,
-                steps=steps,
-                load=load,
-                multiply=multiply,
-                target=target,
-                name=name,
-                has_rows=has_rows,
-                sources=sources,
-            )
+                operands, wide, tile, stages, count=count, locate=locate, steps=steps, load=load,
+                multiply=multiply, target=target, name=name, has_rows=has_rows, sources=sources,
+            )  # fmt: skip
             return (total.astype(jnp.float32) + added).astype(dtype)
 
         # JAX has no reference to an array whose type varies.
