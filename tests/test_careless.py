@@ -21,6 +21,8 @@ from support import TOKENS, make_mesh, make_params, put, random, rel_error, some
 CONFIG = MoEConfig(d_model=16, d_ff=8, num_experts=4, top_k=2)
 X = np.ones((6, 16), np.float32)
 PARAMS = make_params(CONFIG)
+ADAPTERS = moax.lora.init(jax.random.key(0), CONFIG, 2)
+MESH = jax.sharding.AbstractMesh((2,), ("ep",))
 LOGITS = np.ones((6, 4), np.float32)
 IDS = np.zeros((6, 2), np.int32)
 ROWS = np.ones((6, 8), np.float32)
@@ -133,6 +135,23 @@ WRONG = [
     *_with(moax.init, "config", (None, {}, RouterConfig()), key=jax.random.key(0)),
     *_with(moax.init, "dtype", (jnp.int32, bool, "float99", jnp.float64), key=jax.random.key(0), config=CONFIG),
     *_with(moax.init, "axes", ("ep", None, {}), key=jax.random.key(0), config=CONFIG),
+    *_with(moax.quantize_params, "dtype", (None, jnp.int32, "float99"), params=PARAMS, config=CONFIG),
+    *_with(moax.param_specs, "config", (None, {}), mesh=MESH),
+    *_with(moax.param_specs, "axes", ("ep", None), config=CONFIG, mesh=MESH),
+    *_with(moax.lora.init, "axes", ("ep", None), key=jax.random.key(0), config=CONFIG, rank=2),
+    *_with(moax.lora.adapter_specs, "config", (None, {}), mesh=MESH),
+    *_with(moax.lora.merge, "adapters", (None, PARAMS), params=PARAMS),
+    *_with(moax.lora.merge, "params", (None, {}, dataclasses.replace(PARAMS, wi=None)), adapters=ADAPTERS),
+    *_with(moax.make_mesh, "sizes", ({"fsdp": 0}, {"fsdp": "2"}, {"fsdp": -1})),
+    *_with(moax.inspect.inspect_block, "config", (None, {}), tokens=8),
+    *_with(moax.inspect.inspect_block, "tokens", NOT_COUNTS, config=CONFIG),
+    *_with(moax.inspect.inspect_block, "dtype", ("float99", jnp.int32), config=CONFIG, tokens=8),
+    *_with(moax.estimate.estimate, "hardware", (3, "a100"), model=CONFIG, mesh={}, tokens=8),
+    *_with(moax.estimate.estimate, "dtype", ("float99", "int8"), model=CONFIG, mesh={}, tokens=8),
+    *_with(moax.estimate.estimate, "remat", (1, "yes"), model=CONFIG, mesh={}, tokens=8),
+    *_with(moax.hf.config_to_hf, "config", (None, {}), model_type="mixtral"),
+    *_with(moax.hf.params_from_hf, "config", (None, {}), source={}, model_type="mixtral"),
+    *_with(moax.init, "initializers", ({"wi": 3},), key=jax.random.key(0), config=CONFIG),
     *_with(moax.Axes, "dp", ({"a": 1}, 1, [1])),
     *_with(moax.Format, "block", (True, 0, 8.0, "8", [8])),
     *_with(moax.Format, "dtype", ("e3m4", None, ["e4m3"], jnp.float8_e4m3fn)),

@@ -63,7 +63,7 @@ def check_value(
         if kind is str:
             expected = "a name"
         elif source:
-            expected = f"a {kind.__name__}, as {source} returns it"
+            expected = f"{_with_article(kind.__name__)}, as {source} returns it"
         raise ValueError(f"{name} is {_describe(value)}; it must be {expected}")
 
 
@@ -284,6 +284,10 @@ def _describe(value: Any) -> str:
     """Returns `None`, or the name of the value's class after an article."""
     if value is None:
         return "None"
-    kind = type(value).__name__
-    article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    return f"{article} {kind}"
+    return _with_article(type(value).__name__)
+
+
+def _with_article(noun: str) -> str:
+    """Returns the noun after "a" or "an"."""
+    article = "an" if noun[0] in "aeiouAEIOU" else "a"
+    return f"{article} {noun}"

@@ -1,4 +1,4 @@
-"""Low-rank adapters of frozen experts (LoRA; Hu et al., 2021), one pair of matrices for each expert and product.
+"""Low-rank adapters of frozen experts (LoRA; Hu et al., 2021), a pair of matrices for each of wi and wo.
 
     h[n] = x[n] wi[e] + scale (x[n] wi_a[e]) wi_b[e]        a = act(h)
     o[n] = a[n] wo[e] + scale (a[n] wo_a[e]) wo_b[e]        e is the expert of row n
@@ -35,7 +35,7 @@ class Adapters[Leaf]:
     Attributes:
       wi_a: [E, H, r]. wi_b: [E, r, G, F]. Latent experts have L in the place of H.
       wo_a: [E, F, r]. wo_b: [E, r, H].
-      scale: the factor of both products, a number; alpha / r in the words of the paper.
+      scale: the factor of both adapters, a number; alpha / r in the words of the paper.
     """
 
     wi_a: Leaf | None
@@ -60,7 +60,7 @@ def init(
       key: a PRNG key.
       config: the sizes of the block.
       rank: r, at least 1.
-      scale: the factor of both products, a finite number.
+      scale: the factor of both adapters, a finite number.
       dtype: the dtype of the adapters.
       axes: the role of each mesh axis. With a mesh in force the adapters lie as `adapter_specs` says.
 
@@ -72,6 +72,7 @@ def init(
     check_value("rank", rank, int)
     check_value("dtype", dtype, jnp.floating)
     check_value("scale", scale, float, least=-math.inf)
+    check_value("axes", axes, Axes)
     shapes = adapter_shapes(config, rank)
 
     def draw(key, shape):
@@ -110,6 +111,8 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
 
     For arguments and errors see `moax.param_specs`.
     """
+    check_value("config", config, MoEConfig)
+    check_value("axes", axes, Axes)
     resolved = axes.resolve(mesh or mesh_in_force())
     split = {"E": resolved.ep, "F": resolved.tp}
     shapes = adapter_shapes(config, 1)
@@ -121,11 +124,20 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
 
 
 def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Array]:
-    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes."""
+    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes.
 
-    def add(w, a, b, rule):
+    Raises:
+      ValueError: an argument is of the wrong kind, or a weight with an adapter is None.
+    """
+    check_value("params", params, MoEParams)
+    check_value("adapters", adapters, Adapters, "moax.lora.init")
+
+    def add(name, a, b, rule):
+        w = getattr(params, name)
         if a is None:
             return w
+        if w is None:
+            raise ValueError(f"params.{name} is None; it must be the weight that adapters.{name}_a changes")
         operands, dims_of_w = rule.split("->")
         dims_of_a, dims_of_b = operands.split(",")
         # fsdp splits w, and no adapter.
@@ -134,8 +146,8 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
         change = jnp.einsum(rule, a, b, precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
-    wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
-    wo = add(params.wo, adapters.wo_a, adapters.wo_b, "efr,erh->efh")
+    wi = add("wi", adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
+    wo = add("wo", adapters.wo_a, adapters.wo_b, "efr,erh->efh")
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 

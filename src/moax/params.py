@@ -366,6 +366,8 @@ def param_specs(
       ValueError: there is no mesh, a mesh axis of more than one device has no role, or the mesh axes of a dim do not
         divide its size.
     """
+    check_value("config", config, MoEConfig)
+    check_value("axes", axes, Axes)
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     specs = expert_specs(config, axes, axes.resolve(mesh or mesh_in_force()))
@@ -431,6 +433,9 @@ def init(
     for name in initializer_of:
         if name not in shapes:
             raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(shapes)}")
+        if not callable(initializer_of[name]):
+            value = initializer_of[name]
+            raise ValueError(f"initializers[{name!r}]={value!r} must be a function (key, shape, dtype) -> array")
 
     def make(key):
         values: dict[str, Any] = dict.fromkeys(DIMS)

@@ -162,7 +162,7 @@ class QArray:
 
 
 class QShard[Leaf](NamedTuple):
-    """The shard of a weight [E, K, *C], quantized for one product, as it crosses the mesh.
+    """The shard of a weight [E, K, *C], quantized for one matmul, as it crosses the mesh.
 
     Attributes:
       data: u8, the bits of the values, in the dims of the weight; (E, *C, K) where the implementation turns it.
@@ -175,13 +175,13 @@ class QShard[Leaf](NamedTuple):
 
 @pytree("recipe", "kernels", "gathered", "tp")
 class QuantizedParams[Leaf]:
-    """The weights of the experts as the products of a block take them; see `moax.quantize_params`.
+    """The weights of the experts as the matmuls of a block take them; see `moax.quantize_params`.
 
     `Leaf` is an array, or the PartitionSpec of one.
 
     Attributes:
-      wi, wo: each weight twice: for fprop, and for dgrad. A weight that its
-        recipe does not quantize is one array in the dtype of products.
+      wi, wo: each weight twice: for fprop, and for dgrad. A weight that its recipe does not quantize is one array in
+        the dtype of matmuls.
       recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.
       gathered: whether each device holds what it multiplies by, split by ep and tp alone; otherwise they are shards.

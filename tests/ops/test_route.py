@@ -412,8 +412,14 @@ def test_logits_stay_on_their_shard(way):
             "top_k=3 divisible by top_groups=2",
         ),
         ((8, 4), {}, 0, None, "top_k=0 must be an int of at least 1"),
-        ((8, 4), dict(bias=True), 2, None, "bias is None, but RouterConfig.bias=True"),
-        ((8, 4), {}, 2, (4,), "bias is given, but RouterConfig.bias=False"),
+        (
+            (8, 4),
+            dict(bias=True),
+            2,
+            None,
+            "bias is None, and RouterConfig.bias=True; pass params.router_bias, or set bias=False",
+        ),
+        ((8, 4), {}, 2, (4,), "bias is an array, and RouterConfig.bias=False; pass None, or set bias=True"),
         (
             (8, 4),
             dict(bias=True),

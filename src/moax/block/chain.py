@@ -63,13 +63,6 @@ class Residuals(NamedTuple):
     overflow: Int[Array, " 3"] | None = None
 
 
-class Sorting(NamedTuple):
-    """How received rows become sorted ones: the permutation, and the groups of the sorted rows."""
-
-    plan: Plan
-    groups: Groups
-
-
 class Halfway(NamedTuple):
     """What the first half of forward gives the second, and gives backward.
 
@@ -89,12 +82,12 @@ class HalfwayGrad(NamedTuple):
 
     Attributes:
       d_h: [N, G F], the gradient of h as an operand of a matmul.
-      d_rows: [N, H], the part of the gradient of the sorted rows that does not come from wi; None without adapters.
+      d_rows_adapter: [N, H], the gradient of the sorted rows that comes from the adapter of wi; None without one.
       d_row_weights: [N] f32, the gradient of each row's routing weight.
     """
 
     d_h: Operand
-    d_rows: Float[Array, "N H"] | None
+    d_rows_adapter: Float[Array, "N H"] | None
     d_row_weights: Float[Array, " N"]
 
 
@@ -127,8 +120,7 @@ def forward_up(
     planned = plan_rows(buffers.permute, received.experts, received.weights, start)
     plan, row_weights = lax.optimization_barrier(planned)
     groups = find_groups(p, buffers, plan)
-    sorting = Sorting(plan, groups)
-    rows, wgrad_rows = permute_quantize(p, received.rows, sorting, "x", wgrad=keep)  # [N, H]
+    rows, wgrad_rows = permute_quantize(p, received.rows, plan, groups, "x", wgrad=keep)  # [N, H]
     h, a = expert_up(p, rows, wgrad_rows, w, groups)  # [N, G, F]
     h = lax.optimization_barrier(h)
     saved = Residuals(wgrad_rows if keep else None, h, plan, row_weights, received.slots)
@@ -167,8 +159,7 @@ def sort_again(p: BlockPlan, buffers: Round, halfway: Halfway, x: Float[Array, "
     if saved.rows is not None:
         return halfway
     received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
-    sorting = Sorting(saved.plan, groups)
-    _, wgrad_rows = permute_quantize(p, received, sorting, "x", direct=False)  # [N, H]
+    _, wgrad_rows = permute_quantize(p, received, saved.plan, groups, "x", direct=False)  # [N, H]
     return Halfway(saved._replace(rows=wgrad_rows), groups)
 
 
@@ -188,9 +179,8 @@ def backward_down(
     Returns what `backward_up` takes, and the gradients of the gathered weights, added to `total`.
     """
     saved, groups, _ = halfway
-    sorting = Sorting(saved.plan, groups)
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
-    d_o, d_o_wgrad = permute_quantize(p, d_partial, sorting, "dy", wgrad=not p.frozen)  # [N, H]
+    d_o, d_o_wgrad = permute_quantize(p, d_partial, saved.plan, groups, "dy", wgrad=not p.frozen)  # [N, H]
     d_a = expert_down_grad(p, d_o, w.wo, groups)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
@@ -200,9 +190,11 @@ def backward_down(
     if down.d_input is not None:
         d_a = d_a + down.d_input.astype(d_a.dtype)
     hidden = activate_grad(p, saved, d_a, w, groups)  # [N, F], [N, G F]
-    d_wo = weight_grad(p, "expert_down", hidden.a, d_o_wgrad, groups, total.wo)  # [N, F]^T [N, H]
-    # [N, H]^T [N, G F]
-    d_wi = weight_grad(p, "expert_up", saved.rows, hidden.d_h_wgrad, groups, total.wi)
+    with jax.named_scope("expert_down"):
+        d_wo = weight_grad(p, hidden.a, d_o_wgrad, groups, total.wo, (-1,))  # [N, F]^T [N, H]
+    with jax.named_scope("expert_up"):
+        columns = (p.config.gates, -1)
+        d_wi = weight_grad(p, saved.rows, hidden.d_h_wgrad, groups, total.wi, columns)  # [N, H]^T [N, G F]
     up = TermGrads()
     if w.has_up_terms:
         up = small_terms.grad_up(p, saved.rows, hidden.d_h_plain, w, groups)
@@ -228,8 +220,8 @@ def backward_up(
     """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
     saved, groups, _ = halfway
     d_rows = expert_up_grad(p, grads.d_h, wi, groups)  # [N, H]
-    if grads.d_rows is not None:
-        d_rows = d_rows + grads.d_rows
+    if grads.d_rows_adapter is not None:
+        d_rows = d_rows + grads.d_rows_adapter
     d_received = unpermute_forward(buffers.permute, d_rows, saved.plan)  # [R, H]
     d_weights = weights_from_rows(saved.plan, grads.d_row_weights)  # [R, K]
     dx, d_weights = dispatch_backward(buffers.exchange, saved.sent, d_received, d_weights)
@@ -239,14 +231,14 @@ def backward_up(
 def permute_quantize(
     p: BlockPlan,
     received: Float[Array, "R H"],
-    sorting: Sorting,
+    plan: Plan,
+    groups: Groups,
     role: Role,
     *,
     direct=True,
     wgrad=True,
 ) -> tuple[Operand, Operand]:
     """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
-    plan, groups = sorting
     recipe = p.recipe.wi
     gathers = p.gathers_x
     if role == "dy":
@@ -260,7 +252,7 @@ def permute_quantize(
         groups,
         p.axes.tokens,
         gather_idx=plan.gather_idx,
-        in_products=gathers,
+        in_matmul=gathers,
         direct=direct,
         wgrad=wgrad and not plain,
     )
@@ -391,18 +383,15 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) ->
 
 def weight_grad(
     p: BlockPlan,
-    scope: str,
     x: Operand,
     dy: Operand,
     groups: Groups,
     total: Array | None,
+    columns: tuple[int, ...],
 ) -> Array | None:
-    """Returns x^T dy for each expert, added to `total`; None where the weight is frozen."""
+    """Returns x^T dy [E, K, *columns] for each expert, added to `total`; None where the weight is frozen."""
     if p.frozen:
         return None
-    with jax.named_scope(scope):
-        matrices = None if total is None else total.reshape(*total.shape[:2], -1)
-        dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.wi.grad_dtype, matrices)
-        if scope == "expert_up":
-            dw = dw.reshape(*dw.shape[:2], p.config.gates, -1)
-        return dw
+    matrices = None if total is None else total.reshape(*total.shape[:2], -1)
+    dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.wi.grad_dtype, matrices)
+    return dw.reshape(*dw.shape[:2], *columns)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.chain import Residuals
 from moax.block.plan import BlockPlan
-from moax.block.rounds import BackwardOperands, Gathered, Inputs, Layouts, Quantized, run_backward, run_forward
+from moax.block.rounds import BackwardOperands, Inputs, Layouts, Quantized, run_backward, run_forward
 from moax.block.small_terms import Weights
 from moax.checks import log_once
 from moax.kernels.device import needs_overlap_options
@@ -120,11 +120,6 @@ def _apply_plain(view: MeshView, p: BlockPlan, *operands):
 _experts = differentiable("moe", _forward, _backward, plain=_apply_plain)
 
 
-def _forward_shards(p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered):
-    """Returns y, the dropped assignments, the most rounds, and the residuals."""
-    return tuple(run_forward(p, layouts, inputs, w, gathered))
-
-
 def _backward_shards(p: BlockPlan, layouts: Layouts, *operands):
     """Returns dx and the gradients of all weights, from the fields of `BackwardOperands`."""
     dx, d_weights, grads = run_backward(p, layouts, BackwardOperands(*operands))
@@ -185,7 +180,7 @@ def _find_small_specs(p: BlockPlan, w: Weights[Array]) -> list[Spec | None]:
     return specs
 
 
-_forward_op = Op("experts", _forward_shards, "{t h | t k | t k}, @, @ -> t h, @, @, @", sharding=_sharding)
+_forward_op = Op("experts", run_forward, "{t h | t k | t k}, @, @ -> t h, @, @, @", sharding=_sharding)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import apply_experts
 from moax.block.plan import BlockPlan, check_layouts, check_quantized, make_plan
@@ -129,7 +129,7 @@ def moe(
     check_value("config", config, MoEConfig)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
-    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
+    local = _takes_shards(options.axes)
     check_params(params, config, local=local, quantized=quantized is not None)
     if adapters is not None:
         check_adapters(adapters, config, local=local)
@@ -162,7 +162,7 @@ def quantize_params(
       params: see `MoEParams`. A weight whose layout is not that of `param_specs` is moved there first, unquantized.
       config: the sizes of the block.
       options: those of the `moe` that takes the result; `recipe`, `axes`, `kernels` and `engine` count.
-      dtype: the dtype of x in these calls, and so of the products; `kernels="auto"` chooses by it.
+      dtype: the dtype of x in these calls, and so of the matmuls; `kernels="auto"` chooses by it.
       gather: whether the weights are also gathered over fsdp, once for all calls. No call then gathers a weight, and
         gradients are scattered as before. Each device holds its experts whole for as long as the result lives.
       **keywords: fields of `Options` that replace those of `options`.
@@ -179,10 +179,16 @@ def quantize_params(
     """
     check_value("config", config, MoEConfig)
     options = replace_options("quantize_params", options, keywords)
-    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
-    check_params(params, config, local=local)
+    check_params(params, config, local=_takes_shards(options.axes))
+    check_value("dtype", dtype, jnp.floating)
     check_value("gather", gather, bool)
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype), bool(gather))
+
+
+def _takes_shards(axes: Axes) -> bool:
+    """Returns whether the call is inside a `shard_map` over a mesh axis with a role, so that its arrays are shards."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    return any(name in manual_axes for name in axes.names)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -219,7 +225,7 @@ def _moe(
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     absent = params.wi is None or params.wo is None
     if absent:
-        params = _fill(params, arrays.quantized, x.dtype)
+        params = _fill_with_zeros(params, arrays.quantized, x.dtype)
     view = find_mesh_view(options.axes, options.engine, x, params)
     axes, view = find_token_dims(x, options.axes, view)
     options = dataclasses.replace(options, axes=axes)
@@ -236,7 +242,7 @@ def _moe(
     if view.explicit:
         check_layouts(view, params, declared)
         params = reshard_params(params, declared, warn=not absent)
-    tokens = _flatten(view, x, arrays)
+    tokens = _read_tokens(view, x, arrays)
     params = _constrain_params(params, declared, (*ROUTER, "wi", "wo") if absent else ROUTER)
 
     routing, experts, weights = route_tokens(view, tokens, params, config, options, arrays.override)
@@ -252,30 +258,14 @@ def _moe(
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
-
-    dropped = view.psum(dropped, view.axes.tokens)
-    if view.manual:  # a type says over which axes a value varies
-        dropped = view.assume_replicated(dropped, view.axes.tp)
-        rounds = view.assume_replicated(rounds, view.axes.all)
-    used = None
-    if return_routing:
-        used = dataclasses.replace(
-            routing,
-            experts=unflatten_tokens(routing.experts, x, view),
-            weights=unflatten_tokens(routing.weights, x, view),
-        )
     sharding = jax.typeof(x).sharding
     if sharding.mesh.explicit_axes:
         y = jax.sharding.reshard(y, sharding)
-    stats = MoEStats(
-        routing.aux_loss,
-        routing.z_loss,
-        routing.tokens_per_expert,
-        dropped[0],
-        rounds[0],
-        used,
-        routing.histogram,
-    )
+    stats = _collect_stats(view, routing, dropped, rounds)
+    if return_routing:
+        experts = unflatten_tokens(routing.experts, x, view)
+        weights = unflatten_tokens(routing.weights, x, view)
+        stats = stats._replace(routing=dataclasses.replace(routing, experts=experts, weights=weights))
     return y, stats
 
 
@@ -341,8 +331,8 @@ def _plan(
     )
 
 
-def _flatten(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
-    """Returns the tokens of a call."""
+def _read_tokens(view: MeshView, x: Float[Array, "*batch H"], arrays: CallArrays) -> Tokens:
+    """Returns the tokens of a call, flat, with 0 for padding."""
     rows = flatten_tokens(x, view)
     real = None
     if arrays.mask is not None:
@@ -427,7 +417,7 @@ def _add_shared(
     return y + shared
 
 
-def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> MoEParams[Array]:
+def _fill_with_zeros(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> MoEParams[Array]:
     """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
     if quantized is None or params.wi is not None or params.wo is not None:
         raise ValueError(
@@ -437,6 +427,22 @@ def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) ->
     wi = jnp.zeros(values_of(quantized.wi).shape, dtype)
     wo = jnp.zeros(values_of(quantized.wo).shape, dtype)
     return dataclasses.replace(params, wi=wi, wo=wo)
+
+
+def _collect_stats(view: MeshView, routing: Routing, dropped: Int[Array, " 1"], rounds: Int[Array, " 1"]) -> MoEStats:
+    """Returns the stats of a step over the whole mesh, without its routing."""
+    dropped = view.psum(dropped, view.axes.tokens)
+    if view.manual:  # a type says over which axes a value varies
+        dropped = view.assume_replicated(dropped, view.axes.tp)
+        rounds = view.assume_replicated(rounds, view.axes.all)
+    return MoEStats(
+        routing.aux_loss,
+        routing.z_loss,
+        routing.tokens_per_expert,
+        dropped[0],
+        rounds[0],
+        histogram=routing.histogram,
+    )
 
 
 def _stats_of_nothing(x: Float[Array, "*batch H"], config: MoEConfig, return_routing: bool) -> MoEStats:

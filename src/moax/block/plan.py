@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -48,6 +49,14 @@ class Round(NamedTuple):
 
     exchange: ExchangeSpec
     permute: PermuteSpec
+
+
+class Rounds(NamedTuple):
+    """The buffers of the first round and of each overflow round, and whether a routing may need overflow rounds."""
+
+    first: Round
+    later: Round
+    overflows: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,37 +137,18 @@ def make_plan(
     )
     if transport is None:
         transport = choose_transport(config, axes, tokens, slots)
-    has_slots = TRANSPORTS[transport].has_slots
-    received_rows = (slots if has_slots else tokens) * ranks
-    if not has_slots:
-        slots = all_slots
     exchange = ExchangeSpec(
-        transport,
-        axes,
-        ranks,
-        tokens,
-        slots,
-        recipe.wi.wire,
-        kernels,
-        config.num_experts,
-        all_slots,
+        transport=transport,
+        axes=axes,
+        ranks=ranks,
+        tokens=tokens,
+        slots=slots if TRANSPORTS[transport].has_slots else all_slots,
+        wire=recipe.wi.wire,
+        kernels=kernels,
+        num_experts=config.num_experts,
+        capacity=all_slots,
     )
-
-    assignments = tokens * config.top_k
-    capacity = None
-    later_slots = -(-slots // 2)
-    if config.capacity_factor is not None:
-        capacity = math.ceil(config.capacity_factor * tokens * config.top_k)
-        later_slots = slots  # drops are decided over all slots
-    experts = config.num_experts // ranks
-    all_rows = sorted_rows(received_rows, config.top_k, experts, 1, capacity)
-    max_rows = allot_rows(assignments, options.buffer_factor, all_rows)
-    # A symbolic size has the worst case itself.
-    limits_rows = max_rows is not all_rows and max_rows < all_rows
-    limits_slots = slots is not all_slots and slots < all_slots
-    align = math.lcm(align_wi, align_wo)
-    first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if limits_rows else None)
-    later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * LATER_ROWS // 20))
+    rounds = size_rounds(config, exchange, math.lcm(align_wi, align_wo), options.buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
     must_keep = bool(ep) or frozen
@@ -166,23 +156,26 @@ def make_plan(
     if save_rows is None:
         save_rows = must_keep or not local.sorts_and_quantizes(recipe.wi)
 
-    reduce_dtype = get_grad_reduce(options.grad_reduce_dtype)
-    wi_split = (ep, (), (), tp)
-    wo_split = (ep, tp, ())
-    wi = WeightSpec("params.wi", declared.wi, axes, recipe.wi, kernels, dtype, wi_split, reduce_dtype, gathered)
-    wo = WeightSpec("params.wo", declared.wo, axes, recipe.wo, kernels, dtype, wo_split, reduce_dtype, gathered)
+    make_weight = functools.partial(
+        WeightSpec,
+        axes=axes,
+        kernels=kernels,
+        dtype=dtype,
+        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
+        gathered=gathered,
+    )
     return BlockPlan(
         config=config,
         recipe=recipe,
         axes=axes,
-        wi=wi,
-        wo=wo,
+        wi=make_weight("params.wi", declared.wi, recipe=recipe.wi, split=(ep, (), (), tp)),
+        wo=make_weight("params.wo", declared.wo, recipe=recipe.wo, split=(ep, tp, ())),
         dtype=dtype,
         kernels=kernels,
-        first=Round(exchange, first),
-        later=Round(dataclasses.replace(exchange, slots=later_slots), later),
-        overflows=limits_rows or limits_slots,
-        expected=assignments,
+        first=rounds.first,
+        later=rounds.later,
+        overflows=rounds.overflows,
+        expected=tokens * config.top_k,
         save_rows=save_rows and (must_keep or not gathers_x),
         frozen=frozen,
         gathers_x=gathers_x,
@@ -190,12 +183,38 @@ def make_plan(
     )
 
 
+def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_factor: float | None) -> Rounds:
+    """Returns the buffers of all rounds; `exchange` is of the first one, and groups start at multiples of `align`."""
+    tokens, ranks, slots = exchange.tokens, exchange.ranks, exchange.slots
+    has_slots = TRANSPORTS[exchange.transport].has_slots
+    received_rows = (slots if has_slots else tokens) * ranks
+    capacity = None
+    later_slots = -(-slots // 2)
+    if config.capacity_factor is not None:
+        capacity = math.ceil(config.capacity_factor * tokens * config.top_k)
+        later_slots = slots  # drops are decided over all slots
+    num_groups = config.num_experts // ranks
+    all_rows = sorted_rows(received_rows, config.top_k, num_groups, 1, capacity)
+    max_rows = allot_rows(tokens * config.top_k, buffer_factor, all_rows)
+    # A symbolic size has the worst case itself.
+    limits_rows = max_rows is not all_rows and max_rows < all_rows
+    limits_slots = slots is not exchange.capacity and slots < exchange.capacity
+    make_permute = functools.partial(PermuteSpec, num_groups, align, capacity, exchange.kernels, exchange.axes)
+    first = make_permute(max_rows=max_rows if limits_rows else None)
+    later = make_permute(max_rows=-(-max_rows * LATER_ROWS // 20))
+    return Rounds(
+        first=Round(exchange, first),
+        later=Round(dataclasses.replace(exchange, slots=later_slots), later),
+        overflows=limits_rows or limits_slots,
+    )
+
+
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
     """Returns the portable transport whose balanced step costs least, and of equal ones the first.
 
-    A row has the same bytes in every portable transport. With few ranks it costs `SLOT_COST` times as much if it has a
-    slot. With a capacity factor the transports drop other tokens, so that it is all_gather then, which drops none on
-    the way.
+    A step costs what its rows cost. A row has the same bytes in every portable transport, and with few ranks a row with
+    a slot costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
+    the result is all_gather, which drops none on the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO

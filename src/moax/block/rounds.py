@@ -267,7 +267,7 @@ def _repeat[State](
     computed = None
     if p.first.permute.capacity is None:
         computed = (saved.plan.scatter_idx, saved.sent)
-    small = Weights(None, None, *w[2:])
+    invariants = (inputs, Weights(None, None, *w[2:]), operands, computed)
 
     def is_needed(state):
         exchange, _, end = state[0]
@@ -276,13 +276,12 @@ def _repeat[State](
     def advance(state):
         (exchange, start, _), total = state
         # Every step would pay for loop invariants that XLA moves out of the loop.
-        invariants = (inputs, small, operands, computed)
-        exchange, start, invariants = keep_in_loop((exchange, start, invariants))
-        (x, experts, weights), small_, operands_, computed_ = invariants
-        if computed_ is not None:
-            experts = leave_out(p, experts, saved.plan.gather_idx.shape[0], *computed_)
+        exchange, start, in_loop = keep_in_loop((exchange, start, invariants))
+        (x, experts, weights), small, operands, computed = in_loop
+        if computed is not None:
+            experts = leave_out(p, experts, saved.plan.gather_idx.shape[0], *computed)
         received, end = dispatch_forward(p.later.exchange, x, experts, weights, exchange)
-        total = run_round(received, start, small_, operands_, total)
+        total = run_round(received, start, small, operands, total)
         # `end` is the first round that this rank knows not to be needed.
         num_rows = count_rows(p.first.permute, received.experts)
         counts = reduce_max(jnp.stack([num_rows, end]), together)

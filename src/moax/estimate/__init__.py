@@ -69,8 +69,6 @@ HARDWARE: dict[str, Hardware] = {
     "h100": Hardware("NVIDIA H100", 80e9, 760e12, 1130e12, 257e12, 2.99e12, 280e9, 45e9),
     "h200": Hardware("NVIDIA H200", 141e9, 760e12, 1130e12, 257e12, 4.29e12, 280e9, 45e9),
 }
-
-
 RESERVE = 0.1  # of a GPU's memory, for XLA, NCCL and the pieces between arrays
 
 
@@ -344,7 +342,7 @@ def estimate(
     if layers is None:
         layers = layers_of_model
     options = replace_options("estimate", options, keywords)
-    if isinstance(hardware, str):
+    if not isinstance(hardware, Hardware):
         if hardware not in HARDWARE:
             raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
         hardware = HARDWARE[hardware]
@@ -357,6 +355,9 @@ def estimate(
         check_value("kept", kept, KEPT)
     for name, value in {"optimizer_bytes": optimizer_bytes, "other_bytes": other_bytes}.items():
         check_value(name, value, int, least=0)
+    for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        check_value(name, value, jax.numpy.floating)
+    check_value("remat", remat, bool)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds = (AxisType.Explicit,) * len(sizes)
@@ -485,7 +486,7 @@ def _puts(
     puts_of_scope = {}
     for scope in traced.keys() & {*STEPS}:
         transfers = traced[scope]
-        times = transfers.count(transfers[0])  # a chunk sends rows once, and twice with remat
+        times = transfers.count(transfers[0])  # 2 where remat dispatches again
         puts = transport.cost(exchange, config.top_k, scope, transfers[: len(transfers) // times])
         puts_of_scope[scope] = puts * times
     return puts_of_scope

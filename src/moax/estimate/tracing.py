@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The dtype and the shape of an array on one device; of a value that is no array, "" and ()."""
+    """The dtype and the shape of an array on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -155,12 +155,9 @@ class Trace:
         return touched
 
     def _new(self, aval: Any) -> int:
-        """Returns the number of a new array; a value that is no array has 0 bytes."""
-        size = 0
+        """Returns the number of a new array."""
         shard = _find_shard(aval)
-        if shard.dtype:
-            size = math.prod(shard.shape) * aval.dtype.itemsize
-        self.bytes.append(size)
+        self.bytes.append(math.prod(shard.shape) * aval.dtype.itemsize)
         self.shards.append(shard)
         return len(self.bytes) - 1
 
@@ -200,8 +197,6 @@ class Trace:
 
 def _find_shard(aval: Any) -> Shard:
     """Returns the part of an array on one device."""
-    if not isinstance(aval, jax.core.ShapedArray):
-        return Shard("", ())
     sizes = aval.sharding.mesh.shape
     dims = []
     for size, entry in zip(aval.shape, aval.sharding.spec, strict=True):

@@ -43,6 +43,8 @@ from moax.mesh.specs import MeshView
 from moax.types import SendPlan
 
 WORD = 4  # the bytes of a word
+THERE = 0  # the way to the peers in `SendPlan.places`
+BACK = 1  # and the way back
 
 
 class OneSided(Transport):
@@ -51,7 +53,7 @@ class OneSided(Transport):
     note = "over the first GPUs of the machine, within one process"
     portable = False
 
-    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+    def plan(self, static: ExchangeSpec, experts, index) -> Planned:
         tokens, top_k = experts.shape
         ep = static.axes.ep
         slot, until, dropped = number_slots(static, experts, index)
@@ -72,16 +74,18 @@ class OneSided(Transport):
     def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         """Sends the rows in one pass of one kernel, with the narrow arrays as one row of words beside each row."""
         out_rows = static.ranks * static.slots
+        # The last number of the plan is how many rows arrive. To take it alone would be one more kernel.
+        ends = sent.places.reshape(-1)
         if not narrow:
-            (rows,) = self._put(static, [rows], sent.token, sent.places, 0, out_rows)
-            return Arrived(rows, [], None, sent.places.reshape(-1))
+            (rows,) = self._put(static, [rows], sent.token, sent.places, THERE, out_rows)
+            return Arrived(rows, [], None, ends)
         words = jnp.concatenate([_to_words(v) for v in narrow], axis=1)
-        rows, words = self._put(static, [rows, words], sent.token, sent.places, 0, out_rows)
-        return Arrived(rows, split_words(words, narrow), words, sent.places.reshape(-1))
+        rows, words = self._put(static, [rows, words], sent.token, sent.places, THERE, out_rows)
+        return Arrived(rows, split_words(words, narrow), words, ends)
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         """Returns the rows in one pass of one kernel and sums them in float32. It reads no other row."""
-        returned = self._put(static, arrays, None, sent.places, 1, sent.token.shape[0])
+        returned = self._put(static, arrays, None, sent.places, BACK, sent.token.shape[0])
         with jax.named_scope("sum"):
             return [self.peers.gather_sum(_pad(rows), sent.position)[:, : rows.shape[1]] for rows in returned]
 

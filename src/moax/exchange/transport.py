@@ -154,12 +154,7 @@ class Transport:
     has_slots: bool = True
     portable: bool = True
 
-    def plan(
-        self,
-        static: ExchangeSpec,
-        experts: Int[Array, "T K"],
-        index: int | Int[Array, ""] = 0,
-    ) -> Planned:
+    def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""]) -> Planned:
         """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
         raise NotImplementedError
 
@@ -305,7 +300,7 @@ class AllToAll(Transport):
 
     note = "bounded by buffer_factor and capacity_factor"
 
-    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+    def plan(self, static: ExchangeSpec, experts, index) -> Planned:
         tokens = experts.shape[0]
         ranks = static.ranks
         slot, until, dropped = number_slots(static, experts, index)

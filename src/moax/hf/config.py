@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moax.activations import SWIGLU_OAI_LIMIT, Activation
-from moax.checks import Unsupported
+from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, RouterConfig
 from moax.hf.families import FAMILIES, family_of
 from moax.hf.family import Family
@@ -160,6 +160,7 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     Raises:
       Unsupported: no model of this type has this config; the message names the fields that differ.
     """
+    check_value("config", config, MoEConfig)
     values: dict[str, Any] = {"model_type": model_type}
     for key, value in _written_keys(config, FAMILIES[family_of(model_type)]).items():
         _write_key(values, key, value)

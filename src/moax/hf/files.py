@@ -30,10 +30,9 @@ FP8_BLOCK = 128
 MXFP4 = ("_blocks", "_scales")
 FP8 = ("", "_scale_inv")
 QUANTIZED = (*MXFP4, FP8[1])
-# The dtypes of the scales of a format. The bytes of mxfp4 are float8_e8m0fnu, which GPT-OSS stores as uint8.
-SCALES = {
-    MXFP4[1]: ("uint8", "float8_e8m0fnu"), FP8[1]: ("float32", "bfloat16", "float16", "float8_e8m0fnu"),
-}  # fmt: skip
+# The dtypes of the scales. The bytes of mxfp4 are float8_e8m0fnu, which GPT-OSS stores as uint8.
+MXFP4_SCALES = ("uint8", "float8_e8m0fnu")
+FP8_SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 MOST_OF_FP4 = 2.0**125  # the largest scale of fp4, whose largest value is 6, in bfloat16
 State = Mapping[str, Any]  # a `Checkpoint`, or arrays by name
 
@@ -155,21 +154,20 @@ class Stored(NamedTuple):
         return BF16
 
     @property
-    def ending(self) -> str:
-        """The end of the name of the scales, which says the format; "" for a tensor without scales."""
-        if self.scales is None:
-            return ""
-        name = self.scales.name
-        return next((end for end in SCALES if name.endswith(end)), "")
+    def is_mxfp4(self) -> bool:
+        """Whether the name of the scales says mxfp4; other scales are those of fp8."""
+        return self.scales is not None and self.scales.name.endswith(MXFP4[1])
 
     def check(self, expected_shape: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
         name, _, dtype, shape, _ = self.data
         blocks = ()
+        scale_dtypes = FP8_SCALES
         if self.scales is None:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
-        elif self.ending == MXFP4[1]:
+        elif self.is_mxfp4:
+            scale_dtypes = MXFP4_SCALES
             if len(shape) != 4 or shape[-1] != 16 or dtype != np.uint8:
                 raise ValueError(f"{name} has shape {shape}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
             blocks = shape[:-1]
@@ -180,8 +178,8 @@ class Stored(NamedTuple):
             blocks = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
         if self.scales is not None:
             scales = self.scales
-            if scales.dtype.name not in SCALES[self.ending]:
-                known = " or ".join(SCALES[self.ending])
+            if scales.dtype.name not in scale_dtypes:
+                known = " or ".join(scale_dtypes)
                 raise ValueError(f"{scales.name} has dtype {scales.dtype}; scales of {name} must be {known}")
             if scales.shape != blocks:
                 raise Unsupported(f"{scales.name} has shape {scales.shape}; moax.hf reads scales of {blocks}")
@@ -194,7 +192,7 @@ class Stored(NamedTuple):
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        if self.ending == MXFP4[1]:
+        if self.is_mxfp4:
             numbers = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
             check_scales(self.scales.name, numbers, MOST_OF_FP4)
             return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moax.checks import check_value
 from moax.config import MoEConfig
 from moax.hf.blocks import Pairs, find_blocks, match_block
 from moax.hf.config import read_model_type
@@ -73,6 +74,7 @@ def params_from_hf(
         divide it.
       Unsupported: moax.hf does not know a dtype, a quantization or the model type.
     """
+    check_value("config", config, MoEConfig)
     state = Checkpoint(source) if isinstance(source, str | Path) else source
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")

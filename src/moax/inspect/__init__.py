@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from moax.block.moe import moe
+from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
@@ -35,9 +36,9 @@ from moax.text import align, plural
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
 Over = str | Sequence[str]  # one or several mesh axes
 
-# By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
-# The combiner is a problem too: it would merge widened reductions with others.
-NAME_WIDTH, NAME_START = 80, 30  # the characters of an op in a table, and those of them before an ellipsis
+NAME_WIDTH = 80  # the characters of an op in a table
+NAME_START = 30  # those of them before an ellipsis
+# The dtypes that XLA's CPU compiler widens: it runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not.
 _WIDENED = ("bf16",)
 _WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
 _PROMOTED = re.compile(r"to_apply=%?[\w.\-]+_promoted\b")
@@ -135,7 +136,7 @@ def inspect_block(
       tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp, ep and cp.
       options: how the block runs.
       mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
-      dtype: dtype of x, and of the operands of products.
+      dtype: dtype of x, and of the operands of matmuls.
       param_dtype: dtype of the parameters but `router_bias`, which is float32. They are sharded as `moax.param_specs`
         says.
       backward: True compiles forward and backward; False compiles forward alone. Gradients have the sharding of their
@@ -143,8 +144,12 @@ def inspect_block(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: there is no mesh, or the token axes do not divide the tokens.
+      ValueError: an argument is of the wrong kind, there is no mesh, or the token axes do not divide the tokens.
     """
+    check_value("config", config, MoEConfig)
+    check_value("tokens", tokens, int)
+    for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        check_value(name, value, jnp.floating)
     options = replace_options("inspect_block", options, keywords)
     mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:
@@ -418,6 +423,7 @@ def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]
     # A program for a GPU is perhaps compiled ahead of time.
     if find_device().platform != "cpu" or not set(devices) <= set(jax.devices()):
         return lowered.compile(), False
+    # The combiner would merge widened reductions with others.
     for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED):
         passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]
         options = {"xla_disable_hlo_passes": ",".join(passes)}

@@ -113,13 +113,13 @@ class Kernels(Protocol):
 
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (), *,
-        gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, direct: bool = True,
+        gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
         wgrad: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
         """Returns rows [M, ..., C] as two Operands: for the matmul with a weight, fprop or dgrad, and for wgrad.
 
-        With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_products`
-        too, where `choose_rows` says so, the matmuls gather the rows from x instead. The first Operand may be None
+        With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_matmul`
+        too, where `choose_rows` says so, the matmuls gather these rows from x instead. The first Operand may be None
         without `direct`, and the second one without `wgrad`.
         """
         ...

@@ -104,24 +104,27 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
     return scale
 
 
-def find_scale_axes(
-    shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]
-) -> tuple[Names, ...] | None:
+def shards_cut_blocks(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> bool:
+    """Returns whether shards [E, K, *C] of a weight, which is gathered over `gather`, may end inside its blocks."""
+    if format.block is None:
+        return False
+    _, rows, columns = format.weight_block(3, use)
+    cuts_rows = bool(gather[1]) and shape[1] % (rows or 1) > 0
+    cuts_columns = any(gather[2:]) and shape[-1] % (columns or 1) > 0
+    return cuts_rows or cuts_columns
+
+
+def find_scale_axes(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> tuple[Names, ...]:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
-    None means that a shard [E, K, *C] may end inside a block of the whole weight; every shard then has the scales of
-    the whole matrix. The columns of the scales are one dim, unless columns are gathered: then each of them has its own
-    axes, and no block lies in two shards of the last one.
+    Where shards [E, K, *C] cut blocks, and where one scale holds for a matrix, every shard has all scales of its
+    matrices. The columns of the scales are one dim, unless columns are gathered: then each of them has its own axes.
     """
-    if format.block is None:  # one scale holds for a matrix
+    if format.block is None or shards_cut_blocks(shape, format, use, gather):
         return (gather[0], (), ())
-    _, rows, columns = format.weight_block(3, use)
-    gathers_columns = any(gather[2:])
-    if gather[1] and shape[1] % (rows or 1):
-        return None
-    if gathers_columns and shape[-1] % (columns or 1):
-        return None
-    return tuple(gather) if gathers_columns else (gather[0], gather[1], ())
+    if any(gather[2:]):
+        return tuple(gather)
+    return (gather[0], gather[1], ())
 
 
 def turn_dims[Dim](dims: Sequence[Dim], transposed: bool) -> tuple[Dim, ...]:

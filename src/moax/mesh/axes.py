@@ -46,8 +46,10 @@ def make_mesh(
       devices: the devices of the mesh; None takes all devices of all processes.
 
     Raises:
-      ValueError: the product of the sizes is not the number of devices.
+      ValueError: a size is no int of at least 1, or the product of the sizes is not the number of devices.
     """
+    for name, size in sizes.items():
+        check_value(f"sizes[{name!r}]", size, int)
     if devices is None:
         devices = jax.devices()
     shape = tuple(sizes.values())

@@ -96,15 +96,6 @@ def scatter_gradient(
     return dw
 
 
-def take_shard(x: Array, gather: Sequence[Names]) -> Array:
-    """Returns this device's shard of x, equal on all devices along `gather`: `scatter_gradient` without a sum."""
-    for dim, names in enumerate(gather):
-        if names:
-            size = x.shape[dim] // lax.axis_size(names)
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
-    return x
-
-
 def sum_dtype(reduce: GradReduce | None, dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which gradients of weights are summed: `dtype` for None."""
     if reduce is None:
@@ -151,11 +142,19 @@ def is_alone() -> bool:
     return mesh.empty or mesh.size == 1
 
 
-def gather_rows(x: Array, names: Names) -> Array:
+def all_gather_rows(x: Array, names: Names) -> Array:
     """Returns the rows of all devices along `names`, in the order of the devices."""
     if not names:
         return x
     return lax.all_gather(x, names, tiled=True)
+
+
+def take_own_rows(x: Array, names: Names) -> Array:
+    """Returns this device's rows of x, which has the rows of all devices along `names` as `all_gather_rows` has."""
+    if not names:
+        return x
+    size = x.shape[0] // lax.axis_size(names)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size)
 
 
 def mask_to_first_rank(x: Array, names: Names) -> Array:

@@ -37,15 +37,13 @@ def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_A
 
 
 def refuse_forward_mode(name: str, tree: PyTree) -> Any:
-    """Returns a mark, f32 [], for a `jax.custom_vjp` to take beside the tree; None where the tree has no derivative.
+    """Returns a mark, f32 [], for a `jax.custom_vjp` to take beside the tree.
 
     Forward mode computes the tangent of the mark from the tangents of the tree, and this raises Unsupported in the name
     of the function. Reverse mode only transposes the tangent. The leaves do not pass through a primitive: JAX would
     save each of them a second time for backward, where it is not differentiated.
     """
     smooth = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not smooth:
-        return None
     return _mark.bind(*smooth, name=name)
 
 

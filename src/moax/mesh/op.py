@@ -90,10 +90,8 @@ class Op:
     content: Any = dataclasses.field(init=False)
 
     def __post_init__(self):
-        content: list[Any] = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
-        if all(map(_is_of_moax, content)):
-            content = [_describe_function(f) for f in content]
-        object.__setattr__(self, "content", content)
+        functions = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
+        object.__setattr__(self, "content", list(map(_describe_function, functions)))
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on `operands`, computed by the engine of `view`."""
@@ -217,15 +215,11 @@ class Op:
         return tuple(lax.psum(result, axes) if axes else result for result, axes in pairs)
 
 
-def _is_of_moax(function: Any) -> bool:
-    """Returns whether moax defines a function, or the function of a partial."""
+def _describe_function(function: Any) -> Any:
+    """Returns the name of a function of moax, with the arguments that a partial has bound; another function itself."""
     base = getattr(function, "func", function)
-    return inspect.isfunction(base) and base.__module__.split(".")[0] == __name__.split(".")[0]
-
-
-def _describe_function(function: Any) -> tuple[str, tuple, dict]:
-    """Returns the name of a function, and the arguments that a partial has bound."""
-    base = getattr(function, "func", function)
+    if not inspect.isfunction(base) or base.__module__.split(".")[0] != __name__.split(".")[0]:
+        return function
     name = f"{base.__module__}.{base.__qualname__}"
     return name, getattr(function, "args", ()), getattr(function, "keywords", {})
 

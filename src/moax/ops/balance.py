@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard, vary_like
+from moax.mesh.collectives import all_gather_rows, mask_to_first_rank, take_own_rows, vary_like
 from moax.mesh.specs import reshard_like
 
 Rule = Literal["sign", "quantile"]
@@ -136,17 +136,9 @@ def update_router_bias(
     # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(total, number)
     if histogram is not None:
-        # The quantiles are the biases below which as many values lie as a balanced load has tokens.
+        # A quantile is the bias below which as many values lie as a balanced load has tokens.
         target = quotient + jnp.sign(rest)
-        count_until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
-        bin_of_target = jnp.argmax(count_until >= target[..., None], axis=-1, keepdims=True)
-        count = jnp.take_along_axis(histogram, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
-        end = jnp.take_along_axis(count_until, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
-        # The values of a bin are taken for evenly spread.
-        values_below = (target - end + count).astype(jnp.float32)
-        part = values_below / jnp.maximum(count, 1).astype(jnp.float32)
-        low, width = _find_bins(bias)
-        quantiles = low + width * (bin_of_target[..., 0].astype(jnp.float32) + part)
+        quantiles = _find_quantiles(histogram, target, bias)
         mean = jnp.where(finite, quantiles, 0.0).sum(-1, keepdims=True) / number.astype(jnp.float32)
         step = jnp.where(target > 0, quantiles - mean, bias) - bias
         new = bias + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step
@@ -156,6 +148,21 @@ def update_router_bias(
     step_size = jnp.asarray(1e-3 if rate is None else rate, jnp.float32)
     new = bias - step_size * excess.astype(jnp.float32)
     return jnp.where(finite, new, bias)
+
+
+def _find_quantiles(
+    histogram: Int[Array, "*layers E 1000"], target: Int[Array, "*layers 1"], bias: Float[Array, "*layers E"]
+) -> Float[Array, "*layers E"]:
+    """Returns the number of each expert below which `target` values of its histogram lie."""
+    count_until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+    bin_of_target = jnp.argmax(count_until >= target[..., None], axis=-1, keepdims=True)
+    count = jnp.take_along_axis(histogram, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
+    end = jnp.take_along_axis(count_until, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
+    # The values of a bin are taken for evenly spread.
+    values_below = (target - end + count).astype(jnp.float32)
+    part = values_below / jnp.maximum(count, 1).astype(jnp.float32)
+    low, width = _find_bins(bias)
+    return low + width * (bin_of_target[..., 0].astype(jnp.float32) + part)
 
 
 def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
@@ -222,13 +229,13 @@ def balance_sequences(
     ids = sequences[:, 0]
     if mask is not None:
         ids = jnp.where(mask, ids, -1)
-    rows = gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
+    rows = all_gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = _rank_rows(rows[:, :columns])
     zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
     tokens = zeros.at[number[:, None], rows[:, columns:]].add(1, mode="drop")
     sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
-    local_number = take_shard(number, (along,))
+    local_number = take_own_rows(number, along)
     size = jnp.maximum(sizes[local_number], 1).astype(jnp.float32)
     balance = tokens[local_number].astype(jnp.float32) / (size**2)[:, None]
     number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)

@@ -86,7 +86,17 @@ def dispatch(
     transport = select_transport(exchange, view, x.shape[1] * bytes_per_element)
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
-    static = ExchangeSpec(transport, view.axes, ranks, tokens, slots, wire, kernels, num_experts, slots)
+    static = ExchangeSpec(
+        transport=transport,
+        axes=view.axes,
+        ranks=ranks,
+        tokens=tokens,
+        slots=slots,
+        wire=wire,
+        kernels=kernels,
+        num_experts=num_experts,
+        capacity=slots,
+    )
     results = _dispatch(view, static, x, experts.astype(jnp.int32), weights)
     rows, local, arrived_weights, (count, dropped, sent) = results
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)

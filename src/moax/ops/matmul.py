@@ -261,7 +261,7 @@ def _make_spec(
     product = out if out == weight.dtype else np.dtype(np.float32)
     split: Sequence[Names] = [()] * len(shape)
     if not view.manual:
-        split = find_layout(weight, None, len(shape)).kept
+        split = find_layout(weight, None, len(shape)).split
     sizes = [size // view.axes.size(names) for size, names in zip(shape, split, strict=True)]
     widths = {"w's dim 1": sizes[1], "w's columns": math.prod(sizes[2:])}
     weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
@@ -320,7 +320,7 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     if gathered is None:
         gathered = weights.gather_shard(GatherSpec(static.weight, "fprop"), layout, w, None).operand
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    contracted = layout.kept[1]
+    contracted = layout.split[1]
     rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
     if bias is not None:
         bias = mask_to_first_rank(bias, contracted)
@@ -338,8 +338,8 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
         gathered = weights.gather_shard(GatherSpec(weight, "dgrad"), layout, w, None).operand
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
-    contracted = layout.kept[1]
-    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))
+    contracted = layout.split[1]
+    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.split[2:], ()))
     # [M, K] = [M, C] [E, K, C]^T
     dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
@@ -357,7 +357,7 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     weight = static.weight
     kernels = implementation(weight.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    _, contracted, *columns = layout.kept
+    _, contracted, *columns = layout.split
     _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
     dy_cast = dy.astype(weight.dtype)
     _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), direct=False)
@@ -380,7 +380,7 @@ def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = 
     weight = static.weight
     axes = weight.axes
     layout = find_layout(weight, operand_specs[1], w.ndim)
-    _, contracted, *columns = layout.kept
+    _, contracted, *columns = layout.split
     x = Spec(axes.tokens, contracted)
     y = Spec(axes.tokens, *columns)
     bias = Spec(axes.ep, *columns)
@@ -401,7 +401,7 @@ def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = 
 def _wgrad_sharding(static: GroupedSpec, operands, operand_specs) -> OpSharding:
     layout = find_layout(static.weight)
     rows = static.weight.axes.tokens
-    _, contracted, *columns = layout.kept
+    _, contracted, *columns = layout.split
     specs = (Spec(rows, contracted), Spec(rows, *columns), Spec(rows))
     return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
 

@@ -399,7 +399,7 @@ def _move(static: PermuteSpec, x, sizes, starts):
         source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows
         source = jnp.where(rows < ends[-1], source, num_rows)
     else:
-        source = jnp.where(rows < 0, rows, num_rows)
+        source = jnp.full_like(rows, num_rows)
     with jax.named_scope("sort_chunks"):
         columns = math.prod(x.shape[1:])
         moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, columns), source)

@@ -62,7 +62,8 @@ class RouterSpec:
 class RouteSpec:
     """The static arguments of `route`; `kernels` is the name of the implementation that finds the best experts.
 
-    A weight is a token's share of its K scores, its score among all experts, or the score of one logit.
+    `weight` says what a weight is: a token's `share` of its K scores, its score `of_all` experts, or the score of one
+    logit alone, `of_one`.
     """
 
     config: RouterConfig
@@ -160,9 +161,9 @@ def route(
     """
     check_value("config", config, RouterConfig)
     if bias is None and config.bias:
-        raise ValueError("bias is None, but RouterConfig.bias=True")
+        raise ValueError("bias is None, and RouterConfig.bias=True; pass params.router_bias, or set bias=False")
     if bias is not None and not config.bias:
-        raise ValueError("bias is given, but RouterConfig.bias=False")
+        raise ValueError("bias is an array, and RouterConfig.bias=False; pass None, or set bias=True")
     if not config.sequence_aux_loss:
         sequences = None
     elif sequences is None:
@@ -307,12 +308,7 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
         logits = jnp.where(choice.mask[:, None], logits, 0.0)  # padding may hold NaN
     weights = _weigh(static, logits, experts, chosen_logits)
     weights = jnp.where(experts < num_experts, weights * config.scale, 0.0)
-    balance = None
-    num_sequences = None
-    if choice.sequences is not None:
-        balance, num_sequences = balance_sequences(
-            experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
-        )
+    balance, num_sequences = _balance(static, experts, choice, num_experts)
     sums = Sums()
     if config.aux_loss or config.sequence_aux_loss or config.z_loss:
         sums = sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
@@ -320,6 +316,13 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     tokens = chose.sum((0, 1), dtype=jnp.int32)
     return experts, weights, sums, Counts(tokens, num_real, num_sequences, histogram)
+
+
+def _balance(static: RouteSpec, experts, choice: Choice, num_experts: int):
+    """Returns the results of `balance_sequences`; (None, None) where the caller names no sequences."""
+    if choice.sequences is None:
+        return None, None
+    return balance_sequences(experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes)
 
 
 def _weigh(static: RouteSpec, logits, experts, chosen_logits):
@@ -366,11 +369,7 @@ def route_backward(
     d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
     d_logits = _weigh_backward(static, logits, experts, weights, d_weights)
     if jax.tree.leaves(d_sums):
-        balance = None
-        if choice.sequences is not None:
-            balance, _ = balance_sequences(
-                experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
-            )
+        balance, _ = _balance(static, experts, choice, num_experts)
 
         def losses_of(logits):
             return sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
@@ -390,12 +389,13 @@ def _weigh_backward(static: RouteSpec, logits, experts, weights, d_weights):
     if static.weight == "of_all":
         _, pull = jax.vjp(lambda logits: _take(score(logits, config), experts), logits)
         return pull(d_weights * config.scale)[0]
-    d_scores = d_weights * config.scale
-    score_of = score
     if static.weight == "share":
         projection = jnp.sum(weights * d_weights, axis=1) / config.scale
         d_scores = weights * (d_weights - projection[:, None])
         score_of = log_score
+    else:
+        d_scores = d_weights * config.scale
+        score_of = score
     _, pull = jax.vjp(lambda logits: score_of(logits, config), _take(logits, experts))
     (d_chosen,) = pull(d_scores)
     # A sum over K of selected columns is part of the kernel that reads it. A scatter, and its zeros, are kernels.

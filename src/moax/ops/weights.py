@@ -51,7 +51,7 @@ class WeightSpec:
     kernels: str
     dtype: np.dtype  # of the matmuls
     # The axes that split each dim also in a matmul. None keeps ep on E, and tp where the spec has tp.
-    kept: tuple[Names, ...] | None = None
+    split: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
     gathered: bool = False  # whether the weight comes quantized and gathered
     added_dims: int = 0  # the leading dims that the caller's array does not have, which errors do not count
@@ -89,7 +89,7 @@ class WeightLayout(NamedTuple):
     """The layout of a weight on the mesh: for each dim the axes that split it in a matmul, and that are gathered."""
 
     spec: Spec
-    kept: tuple[Names, ...]
+    split: tuple[Names, ...]
     gather: tuple[Names, ...]
     matrix_axes: Names  # that split the matrix of one expert
 
@@ -105,15 +105,15 @@ def find_layout(
 ) -> WeightLayout:
     """Returns the layout by the spec that a weight is known to have, else by the declared one.
 
-    Dim i stays split over `kept[i]` in a matmul, and is gathered over the other axes of its entry: with the spec
-    (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
+    Dim i stays split over `split[i]` in a matmul, and is gathered over the other axes of its entry: with the spec
+    (("ep", "fsdp"), None, "tp") and split (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
 
     Raises:
-      ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
+      ValueError: a dim of the spec does not name its `split` axes first, or names an axis that may not be gathered
         after them. The axes of fsdp may be gathered, and the axes of ep where no dim keeps ep.
     """
     axes = weight.axes
-    split = weight.kept
+    split = weight.split
     spec = weight.declared if known_spec is None else known_spec
     if ndim is None:
         ndim = len(split or spec)
@@ -146,7 +146,7 @@ def find_quantized_layout(weight: WeightSpec) -> WeightLayout:
     layout = find_layout(weight)
     if not weight.gathered:
         return layout
-    split = layout.kept
+    split = layout.split
     nothing: tuple[Names, ...] = ((),) * len(split)
     return WeightLayout(Spec(*split), split, nothing, sum(split[1:], ()))
 
@@ -230,7 +230,7 @@ def _make_whole(
     experts, *matrix = shard.data.shape
     if transposed:
         matrix = [matrix[-1], *matrix[:-1]]
-    scale_axes = find_scale_axes((experts, *matrix), format, use, gather) or (gather[0], (), ())
+    scale_axes = find_scale_axes((experts, *matrix), format, use, gather)
     gather = turn_dims(gather, transposed)
     scale_axes = turn_dims(scale_axes, transposed)
     return collectives.gather_qshard(shard, gather, scale_axes, scales_first, equal=equal)
@@ -268,9 +268,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
     for use in USES:
         shard_shape = local_shape(shape, layout.spec, weight.axes)
         scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
-        if not scale_axes:
-            scale_axes = (layout.gather[0], (), ())
-        split = layout.kept
+        split = layout.split
         if format.block is None:
             split = (split[0], (), ())
         elif len(scale_axes) < len(split):  # the columns of the scales are one dim

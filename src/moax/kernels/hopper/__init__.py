@@ -48,9 +48,9 @@ from moax.kernels.scales import (
     DTYPES,
     block_max,
     dequantize,
-    find_scale_axes,
     flatten_columns,
     max_of_groups,
+    shards_cut_blocks,
     to_scale,
     turn_dims,
 )
@@ -68,6 +68,16 @@ HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
 GATHER_HIDDEN = 1536
 
 
+def sorts_and_quantizes(recipe: Recipe) -> bool:
+    """Returns whether each block of a row has a scale of its own, in FP8: the kernel then gathers as it quantizes."""
+    return supports_fp8(recipe) and recipe.x is not None and recipe.x.block is not None
+
+
+def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
+    """Returns whether a quantized shard has the dims (E, *C, K): FP8 matmuls read both operands along K."""
+    return supports_fp8(recipe) and use == "fprop"
+
+
 def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[int, bool]:
     """Returns the alignment of groups, and whether matmuls shall gather rows: those of narrow experts."""
     # In FP8 128 rows share a scale, and 64 else suffice.
@@ -77,6 +87,37 @@ def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[in
     whole_lines = width % GATHER_WIDTH == 0 and hidden % GATHER_WIDTH == 0
     narrow = whole_lines and hidden <= GATHER_HIDDEN
     return align, narrow and getattr(recipe, role) is None
+
+
+def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
+    """Packs rows to groups at multiples of 128: in groups (3, 2) at align 4, row 4 moves to row 128."""
+    if group_sizes is None or align == BLOCK:
+        groups = find_groups(group_sizes, BLOCK, align_up(num_rows, BLOCK))
+
+        def pad(x):
+            padding = [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]
+            return zero_rows(jnp.pad(x, padding), groups.real)
+
+        return Packing(groups, pad, lambda y: zero_rows(y, groups.real)[:num_rows])
+
+    rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
+    groups = find_groups(group_sizes, BLOCK, rows)
+    unpacked = sum_before(align_up(group_sizes, align))
+    packed = sum_before(align_up(group_sizes, BLOCK))
+
+    def find_rows(target, source, align, size, padding):
+        """Returns the row of groups at `source` for each of `size` rows of groups at `target`."""
+        layout = xla.find_groups(group_sizes, align, size)
+        row = source[layout.index] + jnp.arange(size, dtype=jnp.int32) - target[layout.index]
+        return jnp.where(layout.real, row, padding)
+
+    gather_idx = find_rows(packed, unpacked, BLOCK, rows, num_rows)
+    scatter_idx = find_rows(unpacked, packed, align, num_rows, rows)
+
+    def pack(x):
+        return gather_rows(x.reshape(x.shape[0], -1), gather_idx).reshape(-1, *x.shape[1:])
+
+    return Packing(groups, pack, lambda y: gather_rows(y, scatter_idx))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -117,46 +158,44 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
     return permute.gather_rows(x, gather_idx, blocks)[:rows]
 
 
-def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
-    """Packs rows to groups at multiples of 128: in groups (3, 2) at align 4, row 4 moves to row 128."""
-    if group_sizes is None or align == BLOCK:
-        groups = find_groups(group_sizes, BLOCK, align_up(num_rows, BLOCK))
+def quantize(
+    x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = (),
+) -> QArray:  # fmt: skip
+    """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
+    *dims, width = x.shape
+    by_columns = block == format.row_block(x.ndim, "fprop")
+    if not by_columns or not _supports_wire(format, math.prod(dims), width):
+        return xla.quantize(x, format, block, amax_over)
+    flat = x.reshape(-1, width)
+    rows, _ = quantize_rows(flat, None, format=format, columns=False, by_row=True)
+    q = cast(KMajorFp8, rows)
+    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(x.shape)
+    return QArray(data, q.scale.reshape(*dims, -1), format.dtype, block)
 
-        def pad(x):
-            padding = [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]
-            return zero_rows(jnp.pad(x, padding), groups.real)
 
-        return Packing(groups, pad, lambda y: zero_rows(y, groups.real)[:num_rows])
+def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
+    """Returns rows [R, C] from their bytes and words."""
+    if not _supports_wire(format, *data.shape):
+        return xla.dequantize_wire(data, words, ends, format, dtype)
+    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
+    return dequantize_rows(data, words, ends, dtype=dtype)
 
-    rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
-    groups = find_groups(group_sizes, BLOCK, rows)
-    unpacked = sum_before(align_up(group_sizes, align))
-    packed = sum_before(align_up(group_sizes, BLOCK))
 
-    def find_rows(target, source, align, size, padding):
-        """Returns the row of groups at `source` for each of `size` rows of groups at `target`."""
-        layout = xla.find_groups(group_sizes, align, size)
-        row = source[layout.index] + jnp.arange(size, dtype=jnp.int32) - target[layout.index]
-        return jnp.where(layout.real, row, padding)
-
-    gather_idx = find_rows(packed, unpacked, BLOCK, rows, num_rows)
-    scatter_idx = find_rows(unpacked, packed, align, num_rows, rows)
-
-    def pack(x):
-        return gather_rows(x.reshape(x.shape[0], -1), gather_idx).reshape(-1, *x.shape[1:])
-
-    return Packing(groups, pack, lambda y: gather_rows(y, scatter_idx))
+def _supports_wire(format: Format, rows: int, width: int) -> bool:
+    """Returns whether the kernels quantize and dequantize so many rows of this format and width for the wire."""
+    takes_format = format.block == BLOCK and format.scale != "e8m0"
+    return takes_format and rows % BLOCK == 0 and width % HOPPER_WIDTH == 0
 
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
-    *, gather_idx: Any = None, in_products: bool = False, direct: bool = True, wgrad: bool = True,
+    *, gather_idx: Any = None, in_matmul: bool = False, direct: bool = True, wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
     if not (direct or wgrad):
         return None, None
     format: Any = getattr(recipe, role)
-    if in_products and format is None:
+    if in_matmul and format is None:
         operand = GatheredRows(x, gather_idx)
         return operand, operand
     fp8 = supports_fp8(recipe)
@@ -175,8 +214,54 @@ def quantize_for_matmul(
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        results: Any = dict(rows=direct, columns=wgrad)
-        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, scale=scale, **results)
+        return quantize_rows(
+            x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad, scale=scale
+        )
+
+
+@jax.named_scope("quantize")
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
+    """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
+    if not supports_fp8(recipe):
+        return xla.quantize_shard(w, recipe, use, gather, amax_over)
+    format = cast(Format, recipe.w)
+    transposed = stores_weight_transposed(recipe, use)
+    experts, rows, *columns = w.shape
+    # Where shards cut blocks, the maximum of a block comes from several devices.
+    cuts_blocks = shards_cut_blocks(w.shape, format, use, gather)
+    if cuts_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
+        if format.scale == "e8m0":  # the matmuls take these scales in float32
+            recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
+        shard = xla.quantize_shard(w, recipe, use, gather, amax_over)
+        if not transposed:
+            return shard
+        return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
+    flat = w.reshape(experts, rows, -1)
+    data_shape = turn_dims(w.shape, transposed)
+    if format.block is None:
+        scale = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
+        q = quantize_weight(flat, format=format, transposed=transposed, scale=scale[:, 0, 0])
+        return QShard(lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape), scale)
+    q = quantize_weight(flat, format=format, transposed=transposed)
+    blocks = [-(-math.prod(columns) // BLOCK)]
+    if any(gather[2:]):  # no block lies in two shards of the last dim
+        blocks = [*columns[:-1], columns[-1] // BLOCK]
+    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape)
+    scale = q.scale.reshape(turn_dims((experts, -(-rows // BLOCK), *blocks), transposed))
+    return QShard(data, scale)
+
+
+def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> Any:
+    """Returns a quantized weight that is whole as a K-major operand: [E, C, K] for a matmul over rows."""
+    if not supports_fp8(recipe):
+        return xla.make_weight_operand(whole, recipe, use)
+    format = cast(Format, recipe.w)
+    transposed = stores_weight_transposed(recipe, use)
+    data = flatten_columns(whole.data, transposed)
+    scale = flatten_columns(whole.scale, transposed)
+    blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
+    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
+    return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
 
 
 def matmul(
@@ -201,8 +286,7 @@ def _matmul(x, w, blocks: Blocks, dtype, gather_idx=None, bias=None, transpose: 
     if op != "matmul":
         columns = rows
     tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, gather_idx)
-    settings: Any = dict(transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
-    return grouped_matmul(x, w, blocks, tile, **settings)
+    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
 
 
 def matmul_activate(
@@ -263,8 +347,29 @@ def wgrad(
     else:
         gather_idx, gathers = idx_of_dy, "dy"
         tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, gather_idx), rows)
-    settings: Any = dict(gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total)
-    return grouped_wgrad(x, dy, groups.blocks, tile, **settings)
+    return grouped_wgrad(
+        x, dy, groups.blocks, tile, gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total
+    )
+
+
+def _unpack(x, dtype) -> tuple[Any, Any]:
+    """Returns an operand as a matmul takes it, in this dtype unless it is FP8, and its gather_idx or None."""
+    if isinstance(x, KMajorFp8):
+        return x, None
+    if isinstance(x, GatheredRows):
+        return x.x.astype(dtype), x.gather_idx
+    return dequantize(x, dtype), None
+
+
+def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_idx=None):
+    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `gather_idx`."""
+    rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
+    tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
+    if not is_alone() or op in HALVES:
+        tile = dataclasses.replace(tile, waves=WAVES)
+    if gather_idx is not None:
+        tile = dataclasses.replace(tile, cluster=1)
+    return tile
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
@@ -282,17 +387,17 @@ def activate(
     amax_over: Names,
 ) -> Any:  # fmt: skip
     """Returns the Operand of act(h) times the weight of each row; XLA computes what the kernels do not know."""
+    gated = h.shape[1] == 2
     flat = h.reshape(h.shape[0], -1)
-    settings: Any = dict(gated=h.shape[1] == 2, weights=weights)
     with jax.named_scope("activate"):
-        if not supports_activation(act, settings["gated"]):
+        if not supports_activation(act, gated):
             a = xla.activate(h, act, FULL, groups, weights=weights, amax_over=())
             a = zero_rows(a, groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
-            settings["format"] = recipe.x
-            return activation.activate_quantize(flat, groups.blocks, act, **settings)
+            format = cast(Format, recipe.x)
+            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
         else:
-            a = activation.activate_rows(flat, groups.blocks, act, **settings)
+            a = activation.activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
 
 
@@ -318,10 +423,12 @@ def activate_grad_quantize(
     """Computes the backward of `activate`, quantized."""
     if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        settings: Any = dict(weights=weights, of_a=recipes.wo.x, of_h=recipes.wi.dy)
+        of_a = cast(Format, recipes.wo.x)
+        of_h = cast(Format, recipes.wi.dy)
         with jax.named_scope("activate"):
-            results = activation.activate_grad_quantize(flat, d_a, groups.blocks, act, **settings)
-        a, d_h_rows, d_h_columns, inner = results
+            a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
+                flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
+            )
         return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, direct=False)
@@ -346,107 +453,3 @@ def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
     if x.block is None or dy.block is None:
         return False
     return (x.scale == "float32") == (dy.scale == "float32")
-
-
-def _unpack(x, dtype) -> tuple[Any, Any]:
-    """Returns an operand as a matmul takes it, in this dtype unless it is FP8, and its gather_idx or None."""
-    if isinstance(x, KMajorFp8):
-        return x, None
-    if isinstance(x, GatheredRows):
-        return x.x.astype(dtype), x.gather_idx
-    return dequantize(x, dtype), None
-
-
-def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_idx=None):
-    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `gather_idx`."""
-    rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
-    tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
-    if not is_alone() or op in HALVES:
-        tile = dataclasses.replace(tile, waves=WAVES)
-    if gather_idx is not None:
-        tile = dataclasses.replace(tile, cluster=1)
-    return tile
-
-
-def sorts_and_quantizes(recipe: Recipe) -> bool:
-    """Returns whether each block of a row has a scale of its own, in FP8: the kernel then gathers as it quantizes."""
-    return supports_fp8(recipe) and recipe.x is not None and recipe.x.block is not None
-
-
-def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
-    """Returns whether a quantized shard has the dims (E, *C, K): FP8 matmuls read both operands along K."""
-    return supports_fp8(recipe) and use == "fprop"
-
-
-@jax.named_scope("quantize")
-def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
-    """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
-    if not supports_fp8(recipe):
-        return xla.quantize_shard(w, recipe, use, gather, amax_over)
-    format = cast(Format, recipe.w)
-    transposed = stores_weight_transposed(recipe, use)
-    experts, rows, *columns = w.shape
-    whole_blocks = find_scale_axes(w.shape, format, use, gather) is not None
-    # Where a shard ends inside a block, the maximum of the block comes from several devices.
-    if not whole_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
-        if format.scale == "e8m0":  # the matmuls take these scales in float32
-            recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
-        shard = xla.quantize_shard(w, recipe, use, gather, amax_over)
-        if not transposed:
-            return shard
-        return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
-    flat = w.reshape(experts, rows, -1)
-    data_shape = turn_dims(w.shape, transposed)
-    if format.block is None:
-        scale = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
-        q = quantize_weight(flat, format=format, transposed=transposed, scale=scale[:, 0, 0])
-        return QShard(lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape), scale)
-    q = quantize_weight(flat, format=format, transposed=transposed)
-    blocks = [-(-math.prod(columns) // BLOCK)]
-    if any(gather[2:]):  # no block lies in two shards of the last dim
-        blocks = [*columns[:-1], columns[-1] // BLOCK]
-    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape)
-    scale = q.scale.reshape(turn_dims((experts, -(-rows // BLOCK), *blocks), transposed))
-    return QShard(data, scale)
-
-
-def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> Any:
-    """Returns a quantized weight that is whole as a K-major operand: [E, C, K] for a matmul over rows."""
-    if not supports_fp8(recipe):
-        return xla.make_weight_operand(whole, recipe, use)
-    format = cast(Format, recipe.w)
-    transposed = stores_weight_transposed(recipe, use)
-    data = flatten_columns(whole.data, transposed)
-    scale = flatten_columns(whole.scale, transposed)
-    blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
-    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
-    return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
-
-
-def quantize(
-    x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = (),
-) -> QArray:  # fmt: skip
-    """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
-    *dims, width = x.shape
-    by_columns = block == format.row_block(x.ndim, "fprop")
-    if not by_columns or not _supports_wire(format, math.prod(dims), width):
-        return xla.quantize(x, format, block, amax_over)
-    flat = x.reshape(-1, width)
-    rows, _ = quantize_rows(flat, None, format=format, columns=False, by_row=True)
-    q = cast(KMajorFp8, rows)
-    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(x.shape)
-    return QArray(data, q.scale.reshape(*dims, -1), format.dtype, block)
-
-
-def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
-    """Returns rows [R, C] from their bytes and words."""
-    if not _supports_wire(format, *data.shape):
-        return xla.dequantize_wire(data, words, ends, format, dtype)
-    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
-    return dequantize_rows(data, words, ends, dtype=dtype)
-
-
-def _supports_wire(format: Format, rows: int, width: int) -> bool:
-    """Returns whether the kernels quantize and dequantize so many rows of this format and width for the wire."""
-    takes_format = format.block == BLOCK and format.scale != "e8m0"
-    return takes_format and rows % BLOCK == 0 and width % HOPPER_WIDTH == 0

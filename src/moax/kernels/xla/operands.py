@@ -19,9 +19,9 @@ from moax.kernels.scales import (
     dequantize,
     encode,
     expand_scales,
-    find_scale_axes,
     flatten_columns,
     max_of_groups,
+    shards_cut_blocks,
     to_scale,
 )
 from moax.mesh.axes import Names
@@ -56,7 +56,7 @@ def dequantize_wire(
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (), *,
-    gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, direct: bool = True,
+    gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
     wgrad: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C], or x[gather_idx], for a matmul over columns and for wgrad.
@@ -91,7 +91,7 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
     format = cast(Format, recipe.w)
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     with jax.named_scope("quantize"):
-        if find_scale_axes(w.shape, format, use, gather) is None:
+        if shards_cut_blocks(w.shape, format, use, gather):
             scale, inverse = _scale_shared_blocks(flat, w.shape, format, use, gather)
             data, scale = encode(flat, scale, inverse, format)
             return QShard(data.reshape(w.shape), scale)

@@ -31,7 +31,16 @@ from moax.activations import called, operations
 from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch
-from moax.kernels.hopper.pallas.quantize import columns_of, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
+from moax.kernels.hopper.pallas.quantize import (
+    Target,
+    columns_of,
+    load_tiles,
+    meet,
+    put,
+    rows_of,
+    tile_buffer,
+    zero_tail,
+)
 from moax.kernels.scales import DTYPES
 from moax.mesh.collectives import with_vma_of_inputs
 from moax.recipe import Format
@@ -82,7 +91,7 @@ def activate_quantize(
             weight = None if weights is None else row_values(weights, row, PART)
 
             activate_tile(act, tiles, tiles[-1], weight, BLOCK)
-            put(rows_of(tiles[-1], 0), (data, scale, buffer), row, j, 0, format)
+            put(rows_of(tiles[-1], 0), Target(data, scale, buffer), row, j, 0, format)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scratch = _scratch(1 + gated, h.dtype, BLOCK, PART)
@@ -139,7 +148,7 @@ def activate_grad_quantize(
             sums = differentiate_tile(act, grad, tiles, weight, BLOCK, part, half)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
             meet(met)  # a column spans rows that both warpgroups wrote
-            put(columns_of(grad, half), (*a_out, buffer), j * BLOCK + half * HALF, i, half, of_a)
+            put(columns_of(grad, half), Target(*a_out, buffer=buffer), j * BLOCK + half * HALF, i, half, of_a)
             meet(met)  # `grad` has been read, and `later` takes its memory
             for g, tile in enumerate(tiles):
                 column = g * steps + j
@@ -147,12 +156,12 @@ def activate_grad_quantize(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 value = rows_of(tile, half)
                 row = i * BLOCK + half * HALF
-                put(value, (*rows_out, later[0]), row, column, half, of_h)
+                put(value, Target(*rows_out, buffer=later[0]), row, column, half, of_h)
                 if g:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 value = columns_of(tile, half)
                 row = column * BLOCK + half * HALF
-                put(value, (*columns_out, later[1]), row, i, half, of_h)
+                put(value, Target(*columns_out, buffer=later[1]), row, i, half, of_h)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = _out((width, size), of_a), _out(h.shape, of_h), _out(h.shape[::-1], of_h)

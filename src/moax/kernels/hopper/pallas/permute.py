@@ -98,7 +98,7 @@ def gather_rows(
         arrived=plgpu.Barrier(num_barriers=count),
     )
     out = jax.ShapeDtypeStruct((gather_idx.shape[0], width), x.dtype)
-    run = launch(gather_rows, out, dict(i=gather_idx.shape[0] // count), scratch, None)
+    run = launch(gather_rows, out, dict(i=gather_idx.shape[0] // count), scratch, warpgroups=None)
     return run(x, gather_idx, None if blocks is None else blocks.first_half)
 
 
@@ -173,7 +173,7 @@ def gather_sum(
     # CUDA takes 65535 blocks at most along a second dim.
     grid = dict(block=results // count * parts)
     out = jax.ShapeDtypeStruct((results, width), rows.dtype)
-    run = launch(gather_sum, out, grid, scratch, None)
+    run = launch(gather_sum, out, grid, scratch, warpgroups=None)
     return run(rows, scatter_idx, weights)
 
 

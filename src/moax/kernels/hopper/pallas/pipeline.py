@@ -333,9 +333,10 @@ def run(
 
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(total.shape, jnp.float32)
-            walk: Any = dict(count=count, locate=locate, steps=steps, has_rows=has_rows)
-            work: Any = dict(load=load, multiply=multiply, target=target, sources=sources)
-            added = run(operands, wide, tile, stages, name=name, **walk, **work)
+            added = run(
+                operands, wide, tile, stages, count=count, locate=locate, steps=steps, load=load,
+                multiply=multiply, target=target, name=name, has_rows=has_rows, sources=sources,
+            )  # fmt: skip
             return (total.astype(jnp.float32) + added).astype(dtype)
 
         # JAX has no reference to an array whose type varies.

@@ -101,7 +101,7 @@ def top_k_rows(
                 keys = jnp.where(is_best, jnp.uint32(0), keys)
 
     out = tuple(jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.float32, jnp.int32))
-    return launch(top_k_rows, out, dict(block=-(-rows // STEP)), (), None)(logits)
+    return launch(top_k_rows, out, dict(block=-(-rows // STEP)), (), warpgroups=None)(logits)
 
 
 class Counts(NamedTuple):
@@ -160,7 +160,8 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
 
     scratch: Any = dict(here=plgpu.SMEM((size,), jnp.int32), loaded=plgpu.Barrier())
     out = [_i32(blocks, held), _i32(blocks, steps * held)]
-    return Counts(ids, *launch(count_groups, out, dict(block=blocks), scratch, None)(ids))
+    run = launch(count_groups, out, dict(block=blocks), scratch, warpgroups=None)
+    return Counts(ids, *run(ids))
 
 
 @with_vma_of_inputs
@@ -295,7 +296,7 @@ def build_permutation(
     if weights is not None:
         out.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
         weights = jnp.pad(weights.reshape(-1), (0, blocks * size - experts.size))
-    run = launch(build_permutation, out, dict(block=blocks), scratch, None)
+    run = launch(build_permutation, out, dict(block=blocks), scratch, warpgroups=None)
     gather_idx, scatter_idx, sizes, *row_weights = run(*counted, begin, part_sizes, weights)
     scatter_idx = scatter_idx.reshape(experts.shape)
     return gather_idx, scatter_idx, sizes, row_weights[0] if row_weights else None

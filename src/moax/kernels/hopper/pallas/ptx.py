@@ -35,9 +35,9 @@ mad.wide.u32 at, $1, 4, $0;
 
 
 def launch(
-    kernel: Callable, out, grid: dict[str, int], scratch, warpgroups: int | None = 1, **params,
+    kernel: Callable, out, grid: dict[str, int], scratch, *, warpgroups: int | None = 1, **params,
 ) -> Callable:  # fmt: skip
-    """Makes a kernel of warpgroups that share a tile. With None it is one warpgroup that orders its own copies."""
+    """Makes a kernel of `warpgroups` that share a tile; None makes one warpgroup that orders its own copies."""
     threads: Any = {}
     if warpgroups is None:
         params["unsafe_no_auto_barriers"] = True

@@ -13,7 +13,7 @@ scale 1.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def quantize_rows(
       format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
-      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
+      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)]; without `scale`.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
@@ -107,7 +107,7 @@ def quantize_rows(
                 else:
                     value = columns_of(tile, half, sliced)
                     row, column = j, i
-                target = (data[name], scales.get(name), buffers[n // 2])
+                target = Target(data[name], scales.get(name), buffers[n // 2])
                 row = row * BLOCK + half * HALF
                 scale_by_row = by_row and name == "rows"
                 put(value, target, row, column, 0, format, fixed, wait=n > 0, by_row=scale_by_row)
@@ -122,7 +122,7 @@ def quantize_rows(
         counts = blocks.rows
     data, scales = run(x, gather_idx, starts, counts, scale)
     if scale is not None:
-        scales = _broadcast_scale(scale, scale_shapes, by_row)
+        scales = _broadcast_scale(scale, scale_shapes)
     by_rows = by_columns = None
     if rows:
         by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
@@ -131,11 +131,9 @@ def quantize_rows(
     return by_rows, by_columns
 
 
-def _broadcast_scale(scale, shapes: dict, by_row: bool) -> dict:
+def _broadcast_scale(scale, shapes: dict) -> dict:
     """Returns the scales of these shapes where each tensor, or each 128 rows, has one scale."""
     of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
-    if by_row:
-        of_rows = of_rows[:, None]
     scales = {"rows": of_rows, "columns": scale[:, None]}
     return {name: jnp.broadcast_to(scales[name], shape) for name, shape in shapes.items()}
 
@@ -185,7 +183,7 @@ def quantize_weight(
             fixed = fixed_scales[e]
         for half in (0, 1):
             value = read(tile, half)
-            target = data.at[e], None, buffers[0]
+            target = Target(data.at[e], None, buffers[0])
             put(value, target, row * BLOCK + half * HALF, column, 0, format, fixed, wait=half > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -356,21 +354,29 @@ def amax(value):
     return lax.bitcast_convert_type(largest >> 1, jnp.float32)
 
 
+class Target(NamedTuple):
+    """Where `put` writes: data [R, C] and scales [C / 128, R] in GMEM, and the buffer in SMEM that data pass."""
+
+    data: Any
+    scales: Any
+    buffer: Any
+
+
 def put(
-    value, to, row, column_block, slot, format: Format, fixed=None, wait=False, by_row=False,
+    value, target: Target, row, column_block, slot, format: Format, fixed=None, wait=False, by_row=False,
 ) -> None:  # fmt: skip
     """Quantizes half a block [64, 128] f32 by its rows and starts its copy to GMEM, up to the end of data.
 
     Args:
       value: [64, 128] f32.
-      to: data [R, C] in GMEM, scale [C / 128, R] in GMEM, and a buffer in SMEM.
+      target: see `Target`.
       row, column_block: the first of the 64 rows, and the block of 128 columns, in data.
       slot: the half of the buffer that takes the values.
       format, by_row: see `quantize_rows`.
       fixed: the scale, which is then not written; None computes one for each row.
       wait: whether earlier copies may still read the buffer.
     """
-    data, scales, buffer = to
+    data, scales, buffer = target
     rows = pl.ds(row, HALF)
     if fixed is None:
         scale = to_scale(amax(value), format)
