@@ -386,6 +386,17 @@ def test_missing_variables():
             block.module.apply({collection: block.variables[collection]}, jnp.asarray(X))
 
 
+def test_scan_that_leaves_out_the_state():
+    """Breaks if a user who stacks `params` alone reads Flax's error, which does not say what to add to `nn.scan`."""
+    def init(**axes):
+        layers = linen.scan(MoEBlock, variable_axes=axes, split_rngs={"params": True}, length=2)(FULL)
+        return jax.eval_shape(layers.init, KEY, jnp.asarray(X))
+
+    with pytest.raises(ValueError, match="router_bias has no place.*variable_axes={'params': 0, 'moax_state': 0}"):
+        init(params=0)
+    assert init(params=0, moax_state=0)["moax_state"]["router_bias"].shape == (2, 8)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("library", "way"),
