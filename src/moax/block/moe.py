@@ -174,13 +174,14 @@ def quantize_params(
       tp refuses them.
 
     Raises:
-      ValueError: a shape does not fit, or an option has a value that it cannot have.
+      ValueError: a shape does not fit, or `dtype` or an option has a value that it cannot have.
       Unsupported: an engine or kernels that were chosen by name cannot run.
     """
     check_value("config", config, MoEConfig)
     options = replace_options("quantize_params", options, keywords)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)
+    check_value("dtype", dtype, jnp.floating)
     check_value("gather", gather, bool)
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype), bool(gather))
 
