@@ -75,6 +75,7 @@ WRONG = [
     *_with(_moe, "engine", ("gspmd", None, {}, ["auto"])),
     *_with(_moe, "buffer_factor", (0, -1.0, "2", True, [1], float("nan"), float("inf"))),
     *_with(_moe, "save_rows", (1, "yes")),
+    *_with(moax.quantize_params, "dtype", (jnp.int8, "bf16", jnp.float64, None), params=PARAMS, config=CONFIG),
     *_with(_params, "wi", (X, [1.0], "wi", None, np.ones((4, 16, 2, 8), np.int32))),
     *_with(_params, "router", (None, {}, np.ones((16, 5), np.float32))),
     *_with(moax.route, "logits", (*NOT_ARRAYS, np.ones(4, np.float32), IDS), config=RouterConfig(), top_k=2),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.moe import CallKeywords, moe, quantize_params
+from moax.checks import check_value
 from moax.config import MoEConfig, MoEStats, Options
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
@@ -124,8 +125,9 @@ class MoELayer:
           rate, rule: see `moax.update_router_bias`.
 
         Raises:
-          ValueError: the config has no router bias, or no histogram for the rule.
+          ValueError: `stats` are no stats, or the config has no router bias, or no histogram for the rule.
         """
+        check_value("stats", stats, MoEStats)
         if not self.config.router.bias:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
         bias = self._get("router_bias")
@@ -144,6 +146,7 @@ class MoELayer:
     ) -> dict[str, LaidOutArray]:
         names: dict[str, Names] = {}
         if logical is not None:
+            check_value("logical_axes", logical, LogicalAxes)
             names = {name: logical.names(name) for name in DIMS}
         specs: dict[str, Any] = {}
         if mesh_sizes():

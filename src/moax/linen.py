@@ -99,6 +99,12 @@ class MoEBlock(MoELayer, nn.Module):
             if "params" not in rngs:
                 raise ValueError(f"rngs has the keys {sorted(rngs)}; it must be a PRNG key, or have one of 'params'")
             key = rngs["params"].as_jax_rng()
+            has_state = self.has_variable(STATE, "router_bias") or self.is_mutable_collection(STATE)
+            if self.config.router.bias and not has_state:
+                raise ValueError(
+                    f"router_bias has no place, since the collection {STATE!r} is not mutable; it must be so in init, "
+                    f"and a transform such as nn.scan needs variable_axes={{'params': 0, {STATE!r}: 0}}"
+                )
             for name, array in self._make(key, self.logical_axes, self.initializers).items():
                 if COLLECTIONS[name] == STATE:
                     self.variable(STATE, name, _box, array)

@@ -21,11 +21,14 @@ from moax.checks import check_arrays, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes
 from moax.mesh.specs import Spec, check_divides, make_sharded, mesh_in_force, reshard_like
+from moax.params import DIMS as DIMS_OF_PARAMS
 from moax.params import MoEParams
 from moax.types import pytree
 
 # The letters of the dims of each adapter, as in `moax.params`; r is the rank, and the H of latent experts is L.
 DIMS = dict(wi_a="EHr", wi_b="ErGF", wo_a="EFr", wo_b="ErH")
+# each weight and its pair
+WEIGHTS = (("wi", "wi_a", "wi_b"), ("wo", "wo_a", "wo_b"))
 
 
 @pytree("scale")
@@ -127,17 +130,18 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
     """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes.
 
     Raises:
-      ValueError: an argument is of the wrong kind, or a weight with an adapter is None.
+      ValueError: the adapters are not those of a block of such parameters.
     """
     check_value("params", params, MoEParams)
-    check_value("adapters", adapters, Adapters, "moax.lora.init")
+    _check_pairs(adapters)
+    for w, a, b in WEIGHTS:
+        if getattr(adapters, a) is not None:
+            rule = f"params.{w} [{', '.join(DIMS_OF_PARAMS[w])}], {_rule(a, b)}"
+            check_arrays(rule, getattr(params, w), getattr(adapters, a), getattr(adapters, b))
 
-    def add(name, a, b, rule):
-        w = getattr(params, name)
+    def add(w, a, b, rule):
         if a is None:
             return w
-        if w is None:
-            raise ValueError(f"params.{name} is None; it must be the weight that adapters.{name}_a changes")
         operands, dims_of_w = rule.split("->")
         dims_of_a, dims_of_b = operands.split(",")
         # fsdp splits w, and no adapter.
@@ -146,8 +150,8 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
         change = jnp.einsum(rule, a, b, precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
-    wi = add("wi", adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
-    wo = add("wo", adapters.wo_a, adapters.wo_b, "efr,erh->efh")
+    wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
+    wo = add(params.wo, adapters.wo_a, adapters.wo_b, "efr,erh->efh")
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 
@@ -160,10 +164,21 @@ def scaled(adapters: Adapters[Array]) -> tuple[Array | None, ...]:
 
 def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
     """Raises ValueError unless `adapters` fit a block of this config; `local` ones may be shards in a `shard_map`."""
+    _check_pairs(adapters)
+    check_value("adapters.scale", adapters.scale, float, least=-math.inf)
+    for _, a, b in WEIGHTS:
+        check_arrays(_rule(a, b), getattr(adapters, a), getattr(adapters, b), local=local, **dim_sizes(config))
+
+
+def _check_pairs(adapters: Adapters[Array]) -> None:
+    """Raises ValueError for half a pair, and for what are no adapters."""
     check_value("adapters", adapters, Adapters, "moax.lora.init")
-    for a, b in (("wi_a", "wi_b"), ("wo_a", "wo_b")):
+    for _, a, b in WEIGHTS:
         pair = getattr(adapters, a), getattr(adapters, b)
         if pair.count(None) == 1:
             raise ValueError(f"adapters.{a} and adapters.{b} must both be given, or both be None")
-        rule = ", ".join(f"adapters.{name}? [{', '.join(DIMS[name])}]" for name in (a, b))
-        check_arrays(rule, *pair, local=local, **dim_sizes(config))
+
+
+def _rule(*names: str) -> str:
+    """Returns the rule of adapters for `check_arrays`: "adapters.wi_a? [E, H, r]"."""
+    return ", ".join(f"adapters.{name}? [{', '.join(DIMS[name])}]" for name in names)

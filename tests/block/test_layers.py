@@ -386,6 +386,31 @@ def test_missing_variables():
             block.module.apply({collection: block.variables[collection]}, jnp.asarray(X))
 
 
+@BOTH
+def test_names_and_stats_of_another_kind(library):
+    """Breaks if the names of a dense kernel, or counts alone, are an AttributeError about a part of moax."""
+    with pytest.raises(ValueError, match="logical_axes is a tuple; it must be a moax.LogicalAxes"):
+        LAYERS[library](BARE, logical_axes=("embed", "mlp"))
+    layer = moax.nnx.MoE(FULL, rngs=nnx.Rngs(0))
+    if library == "linen":
+        block = MoEBlock(FULL)
+        layer = block.bind(block.init(KEY, jnp.asarray(X)), mutable=["moax_state"])
+    with pytest.raises(ValueError, match="stats is an ArrayImpl; it must be a moax.MoEStats"):
+        layer.update_router_bias(jnp.zeros(8, jnp.int32))
+
+
+def test_scan_that_leaves_out_the_state():
+    """Breaks if a user who stacks `params` alone reads Flax's error, which does not say what to add to `nn.scan`."""
+
+    def init(**axes):
+        layers = linen.scan(MoEBlock, variable_axes=axes, split_rngs={"params": True}, length=2)(FULL)
+        return jax.eval_shape(layers.init, KEY, jnp.asarray(X))
+
+    with pytest.raises(ValueError, match="router_bias has no place.*variable_axes={'params': 0, 'moax_state': 0}"):
+        init(params=0)
+    assert init(params=0, moax_state=0)["moax_state"]["router_bias"].shape == (2, 8)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("library", "way"),

@@ -143,6 +143,20 @@ def test_new_adapters_change_nothing():
 WRONG = {
     "rank": (lambda: lora.init(jax.random.key(0), BASE, 0), "rank=0"),
     "scale": (lambda: lora.init(jax.random.key(0), BASE, 2, scale=float("nan")), "scale=nan"),
+    "scale of arrays": (dict(scale=jnp.ones(())), "adapters.scale=.* must be a finite number"),
+    "scale of a flag": (dict(scale=True), "adapters.scale=True must be a finite number"),
+    "axes": (lambda: lora.init(jax.random.key(0), BASE, 2, axes="ep"), "axes is a str"),
+    "specs": (lambda: lora.adapter_specs(None), "config is None"),
+    "merged half": (lambda: lora.merge(make_params(BASE), dataclasses.replace(ADAPTERS, wi_b=None)), "wi_a and .*wi_b"),
+    "merged others": (
+        lambda: lora.merge(make_params(BASE), dataclasses.replace(ADAPTERS, wo_b=jnp.zeros((8, RANK, 40)))),
+        "params.wo, adapters.wo_a, adapters.wo_b have shapes",
+    ),
+    "merged kept": (
+        lambda: lora.merge(dataclasses.replace(make_params(BASE), wi=None, wo=None), ADAPTERS),
+        "params.wi is None",
+    ),
+    "swapped": (lambda: lora.merge(ADAPTERS, make_params(BASE)), "params is an Adapters"),
     "shape": (dict(wi_b=jnp.zeros((8, RANK, 2, 40))), "adapters.wi_b has shape"),
     "half a pair": (dict(wo_a=None), "must both be given, or both be None"),
     "kind": ("adapters", "adapters is a str"),

@@ -142,6 +142,16 @@ def test_an_axis_without_a_role_is_refused(name, kind):
             CALLS[name](axes)
 
 
+@pytest.mark.parametrize("names", [("fsdp", "ep"), ("data", "expert")], ids=str)
+def test_arrays_of_another_mesh_are_refused(names):
+    """Breaks if an array of another Explicit mesh than that in force makes XLA end the process, or is a KeyError."""
+    theirs = jax.make_mesh((4, 2), names, axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(X, NamedSharding(theirs, P(names[0])))
+    with jax.set_mesh(make_mesh("2x4", "explicit")):
+        with pytest.raises(ValueError, match=r"lies on a mesh of .*: 4.*, and the mesh in force has .*: 2.*device_put"):
+            moax.moe(x, PARAMS, CONFIG)
+
+
 def test_mixed_axis_types_are_refused():
     """Breaks if a mesh of Auto and Explicit axes ends in an error of JAX's that names nothing of the caller's."""
     kinds = (AxisType.Auto, AxisType.Explicit)

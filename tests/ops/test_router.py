@@ -129,9 +129,9 @@ def test_stacked_layers():
         np.testing.assert_array_equal(got[layer], one)
 
 
-@given(st.lists(st.integers(0, 2**24), min_size=6, max_size=6))
+@given(st.lists(st.integers(0, 2**24) | st.integers(0, 2**31 - 1), min_size=6, max_size=6))
 def test_sign_of_exact_mean(counts):
-    """Against exact fractions, for any counts."""
+    """Against exact fractions, for any counts; breaks if their sum, of more than 2^31 in a large step, overflows."""
     mean = Fraction(sum(counts), len(counts))
     want = [(mean > n) - (mean < n) for n in counts]
     np.testing.assert_array_equal(

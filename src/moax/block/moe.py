@@ -174,7 +174,7 @@ def quantize_params(
       tp refuses them.
 
     Raises:
-      ValueError: a shape does not fit, or an option has a value that it cannot have.
+      ValueError: a shape does not fit, or `dtype` or an option has a value that it cannot have.
       Unsupported: an engine or kernels that were chosen by name cannot run.
     """
     check_value("config", config, MoEConfig)

@@ -112,7 +112,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
 
     Raises:
       ValueError: the engine is unknown, a mesh axis of more than one device has no role, some axes are Auto and others
-        Explicit, or some axes that `axes` names are Manual and others are not.
+        Explicit, an operand is of another Explicit mesh, or some axes that `axes` names are Manual and others are not.
       Unsupported: this mesh cannot run the engine.
     """
     check_value("engine", engine, ENGINES)
@@ -122,6 +122,8 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
         return MeshView(ResolvedAxes(), "local")
     resolved = axes.resolve(mesh)
     explicit = bool(mesh.explicit_axes)
+    if explicit:
+        _check_meshes(mesh, jax.tree.leaves(operands))
     manual = mesh.manual_axes
     inside = [n for n in resolved.all if n in manual]
     outside = [n for n in resolved.all if n not in manual]
@@ -140,6 +142,17 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     if explicit or manual or engine == "shard_map":
         return MeshView(resolved, "shard_map", explicit=explicit, mesh=mesh)
     return MeshView(resolved, "custom_partitioning", mesh=mesh)
+
+
+def _check_meshes(mesh: AnyMesh, operands: Sequence[Any]) -> None:
+    """Raises ValueError for an operand of an Explicit mesh whose axes have other names or sizes; XLA may abort then."""
+    for operand in operands:
+        other = jax.typeof(operand).sharding.mesh
+        if other.explicit_axes and tuple(other.shape.items()) != tuple(mesh.shape.items()):
+            raise ValueError(
+                f"an array of shape {operand.shape} lies on a mesh of {dict(other.shape)}, and the mesh in force has "
+                f"{dict(mesh.shape)}; move the array by jax.device_put, or set its mesh by jax.set_mesh"
+            )
 
 
 def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:

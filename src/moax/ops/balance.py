@@ -132,9 +132,11 @@ def update_router_bias(
     bias = bias.astype(jnp.float32)
     finite = jnp.isfinite(bias)
     number = jnp.maximum(finite.sum(-1, keepdims=True, dtype=jnp.int32), 1)
-    total = jnp.where(finite, tokens_per_expert, 0).sum(-1, keepdims=True)
-    # Integers compare tokens with total / E exactly, without a product that could overflow.
-    quotient, rest = jnp.divmod(total, number)
+    # Integers compare tokens with their mean exactly. Quotients and rests add up without the sum of all tokens, which
+    # may exceed int32: the tokens of a large step times K.
+    quotients, rests = jnp.divmod(jnp.where(finite, tokens_per_expert, 0), number)
+    carry, rest = jnp.divmod(rests.sum(-1, keepdims=True, dtype=jnp.int32), number)
+    quotient = quotients.sum(-1, keepdims=True, dtype=jnp.int32) + carry
     if histogram is not None:
         # A quantile is the bias below which as many values lie as a balanced load has tokens.
         target = quotient + jnp.sign(rest)
