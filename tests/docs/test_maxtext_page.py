@@ -1,8 +1,8 @@
-"""The numbers of docs/how-to/maxtext-gpu.md are those of the result files that it cites."""
+"""The numbers of docs/how-to/maxtext-gpu.md and compare-recipes.md are those of the result files that they cite."""
 
 import re
 
-from support.results import ROOT, read_rows
+from support.results import ROOT, read, read_rows
 
 PAGE = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
 
@@ -35,6 +35,71 @@ def test_the_step_on_four_gpus_is_committed():
     assert f"{theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in PAGE
     assert f"earlier call {installed / kept:.2f} times" in PAGE
     check_causes(ms)
+
+
+def test_the_steps_with_sharded_experts_are_committed():
+    """Breaks if the page on MaxText shows another number of its step on a mesh with `expert` than the files hold."""
+    page = " ".join(PAGE.split())
+    labels = {
+        ("fsdp=2,expert=2 balanced", "maxtext-tokamax-ring-overlap"): "(2, 2): MaxText, tokamax, bf16, `-ring-overlap`",
+        ("fsdp=2,expert=2 balanced", "none+gathered"): "(2, 2): moax, `none+gathered`",
+        ("fsdp=2,expert=2 balanced", "fp8_block+gathered"): "(2, 2): moax, `fp8_block+gathered`",
+        ("expert=4 balanced", "maxtext-tokamax-ring"): "(1, 4): MaxText, tokamax, bf16, `-ring`",
+        ("expert=4 balanced", "none+kept"): "(1, 4): moax, `none+kept`",
+        ("expert=4 balanced", "fp8_block+kept"): "(1, 4): moax, `fp8_block+kept`",
+        ("fsdp=2,expert=2 balanced", "maxtext-tokamax-ring"): "(2, 2): MaxText, tokamax, bf16, `-ring`",
+        ("fsdp=2,expert=2 balanced", "maxtext-capacity1.25"): "(2, 2): MaxText, `maxtext-capacity1.25`",
+        ("fsdp=2,expert=2 balanced", "maxtext-tokamax-all_to_all-overlap"): "(2, 2): MaxText, tokamax, bf16, "
+        "`-all_to_all-overlap`",
+        ("fsdp=2,expert=2 text", "none+gathered"): "(2, 2), text: moax, `none+gathered`",
+    }
+    rows = {}
+    for name in ("x4_trainer_expert.json", "x4_trainer_ways.json"):
+        for row in (row for row in read_rows(name) if row["us"]):
+            way = row["recipe"] if row["impl"] == "moax" else row["impl"]
+            rows[row["case"].removeprefix("qwen3-30b "), way] = row
+    assert rows.keys() == labels.keys()
+    for key, row in rows.items():
+        extra = row["extra"]
+        times = (row["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
+        cells = [f"{time:.0f}" for time in times]
+        cells += [f"{extra['tokens_per_s']:,.0f}", f"{extra['peak_bytes'] / 1e9:.1f}"]
+        assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+    theirs, bf16, fp8, theirs4, bf16_4, fp8_4, installed, *_ = (rows[key]["us"] for key in labels)
+    assert f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in page
+    assert f"installed with {installed / bf16:.2f} times in bf16" in page
+    assert f"On (1, 4) it takes {theirs4 / bf16_4:.2f} and {theirs4 / fp8_4:.2f} times." in page
+    assert {f"{bf16 / fp8:.2f}", f"{bf16_4 / fp8_4:.2f}"} == {"1.04"} and "FP8 is 1.04 times as fast as bf16 on" in page
+    losses = {key: row["extra"]["losses"] for key, row in rows.items() if "balanced" in key[0]}
+    ours = losses["fsdp=2,expert=2 balanced", "none+gathered"]
+    distances = {key: max(abs(a - b) / b for a, b in zip(of, ours, strict=True)) for key, of in losses.items()}
+    assert max(distances.values()) < 0.0012 and "differ by 0.12 % at most" in page
+    assert distances["fsdp=2,expert=2 balanced", "maxtext-capacity1.25"] < 1e-5
+    exchange = rows["fsdp=2,expert=2 balanced", "maxtext-tokamax-all_to_all-overlap"]["extra"]["exposed_ms"] / 1e3
+    assert f"its exchange is exposed for {exchange:.1f} s" in page
+    text = rows["fsdp=2,expert=2 text", "none+gathered"]["extra"]
+    scatter = next(kernel["us"] / 1e3 for kernel in text["largest"] if "scatter" in kernel["kernel"])
+    assert f"Of the {text['compute_ms']:.0f} ms of compute with text, {scatter:.0f} are the gradient" in page
+
+
+def test_the_language_model_on_four_gpus_is_committed():
+    """Breaks if the page shows another step of `lm/` on four GPUs, or on one of them, than was measured."""
+    steps = {}
+    for name, label in (("x4_train_one_gpu.json", "one GPU"), ("x4_train.json", "(fsdp 2, ep 2)")):
+        cells = [label]
+        for row in read_rows(name):
+            steps[name, row["recipe"]] = row["us"]
+            extra = row["extra"]
+            cells += [
+                f"{row['us'] / 1e3:.1f}",
+                f"{extra['tokens_per_s']:,.0f}",
+                f"{extra['peak_bytes'] / 1e9:.1f}",
+            ]
+        assert f"| {' | '.join(cells)} |" in PAGE
+    one_bf16, one_fp8, bf16, fp8 = steps.values()
+    page = " ".join(PAGE.split())
+    assert f"takes {bf16 / one_bf16:.3f} times as long in bf16, and {fp8 / one_fp8:.3f} times in FP8" in page
+    assert f"FP8 is {bf16 / fp8:.2f} times as fast as bf16 there" in page
 
 
 def check_causes(ms: dict[tuple[str, str, str], float]) -> None:
@@ -98,3 +163,23 @@ def test_the_page_of_the_step_is_committed():
     shown = re.findall(r"^\| [^|]+ \| (\d+\.\d) \| (\d+\.\d) \|$", table, re.M)
     parts = [tuple(f"{us[part] / 1e3:.1f}" for us in of_parts) for part in of_parts[0]]
     assert sorted(shown) == sorted(pair for pair in parts if pair != ("0.0", "0.0"))
+
+
+def test_the_arms_are_committed():
+    """Breaks if the page on recipes shows another distance of an arm, or hides what an arm dropped."""
+    page = (ROOT / "docs" / "how-to" / "compare-recipes.md").read_text()
+    labels = {
+        "fp8_block": "--recipe fp8_block",
+        "none on fsdp=2,ep=2": "--mesh fsdp=2,ep=2",
+        "none with capacity 1.25 on fsdp=2,ep=2": "--mesh fsdp=2,ep=2 --capacity-factor 1.25",
+    }
+    shown = []
+    for name in ("x4_arms.json", "x4_arms_mesh.json"):
+        body = read(name)
+        dropped = {run["arm"]: run["dropped"] for run in body["held_out"]}
+        for arm in body["furthest"]:
+            last = next(gap for gap in reversed(body["gaps"]) if gap["arm"] == arm["arm"])
+            assert last["step"] == body["config"]["steps"] and abs(last["mean"]) < body["bar"]
+            cells = [f"`{labels[arm['arm']]}`", f"{last['mean']:+.4f}", f"{abs(arm['held_out']['gap']):.4f}"]
+            shown.append(f"| {' | '.join(cells)} | {dropped[arm['arm']]:g} |")
+    assert len(shown) == len(labels) and all(line in page for line in shown)
