@@ -174,8 +174,7 @@ def _check_pairs(adapters: Adapters[Array]) -> None:
     """Raises ValueError for half a pair, and for what are no adapters."""
     check_value("adapters", adapters, Adapters, "moax.lora.init")
     for _, a, b in WEIGHTS:
-        pair = getattr(adapters, a), getattr(adapters, b)
-        if pair.count(None) == 1:
+        if (getattr(adapters, a) is None) != (getattr(adapters, b) is None):
             raise ValueError(f"adapters.{a} and adapters.{b} must both be given, or both be None")
 
 
