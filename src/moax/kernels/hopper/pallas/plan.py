@@ -309,10 +309,7 @@ def _sum_counts(counts, block, layout) -> tuple[Int[Array, " C"], Int[Array, " C
 
 
 def _find_starts(shared: Shared, is_before: Bool[Array, "64 64"], align: int) -> None:
-    """Writes the first row of each group to `starts`, from the sizes in `ends`, 64 groups at a time.
-
-    is_before[i, j] tells whether j is below i.
-    """
+    """Writes the first row of each group to `starts`, from the sizes in `ends`; is_before[i, j] tells whether j < i."""
     held = shared.ends.shape[0]
     used = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)  # each element has the rows of the groups before
     for c in range(0, held, STEP):
