@@ -16,7 +16,7 @@ from lm import program
 from moax.checks import Unsupported
 from moax.kernels.device import find_device, why_not_hopper
 from moax.kernels.hopper.pallas import tiles
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 
 NAME = "python -m benchmarks.tune"
 DESCRIPTION = """\

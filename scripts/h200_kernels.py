@@ -13,7 +13,7 @@ from benchmarks.tune import candidates
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.models import MODELS
 

@@ -14,7 +14,7 @@ from benchmarks.problem import Problem, dequantize, quantize_rows, quantize_weig
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax.kernels.hopper.formats import BLOCK
 from moax.kernels.hopper.pallas import tiles
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 from support.gpus import pretend
 
 pytestmark = [pytest.mark.more, pytest.mark.loose]

@@ -13,7 +13,7 @@ from moax.kernels import implementation
 from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 from support import random, some
 from support.oracle.ops import first_rows
 from support.ptx import run_ptx

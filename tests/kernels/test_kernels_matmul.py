@@ -11,7 +11,7 @@ from moax.kernels.groups import find_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from support import interpret, random, rel_error, some
 

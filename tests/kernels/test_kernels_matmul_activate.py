@@ -15,7 +15,7 @@ from moax.kernels.groups import find_groups, zero_rows
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.ops.activation import activate
 from moax.recipe import get_recipe
 from support import interpret, random, rel_error, some, spread

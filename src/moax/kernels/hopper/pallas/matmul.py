@@ -33,7 +33,8 @@ from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8, data_of
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import LINE, PIECE, TileConfig, check_dtypes, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import PIECE, Ring
+from moax.kernels.hopper.pallas.stages import LINE, TileConfig, check_dtypes, stage, swizzle_of, swizzled
 from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the contracted 16-bit elements of a stage
@@ -85,23 +86,22 @@ def grouped_matmul(
     if gather_idx is not None:
         check_gather(swizzle, tile)
 
-    def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
+    def load(place, step, slot, ring, x, w, *_, sources=None):
         k = pl.ds(step * depth, depth)
         n = pl.ds(place.column * tile.tile_n, tile.tile_n)
-        _load_x(x, place, step, k, stages["x"].at[slot], barrier, sources, swizzle, shared)
+        _load_x(x, place, step, k, slot, ring, sources, swizzle, shared)
         part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
-        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+        _copy(part, "w", slot, ring)
 
-    def load_fp8(place, step, slot, barrier, stages, x, w, *_):
+    def load_fp8(place, step, slot, ring, x, w, *_):
         k = pl.ds(step * depth, depth)
-        _load_x(x.data, place, step, k, stages["x"].at[slot], barrier, None, swizzle, shared)
-        scale = x.scale.at[step, pl.ds(place.row, BLOCK)]
-        plgpu.copy_gmem_to_smem(scale, stages["sx"].at[slot], barrier)
+        _load_x(x.data, place, step, k, slot, ring, None, swizzle, shared)
+        _copy(x.scale.at[step, pl.ds(place.row, BLOCK)], "sx", slot, ring)
         part = w.data.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
-        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+        _copy(part, "w", slot, ring)
 
-    def multiply(place, steps, number, warpgroup, stages, full, empty, x, w, blocks, bias, _):
-        (total,) = _contract(tile, steps, number, warpgroup, stages, full, empty, transpose)
+    def multiply(place, steps, number, warpgroup, ring, x, w, blocks, bias, _):
+        (total,) = _contract(tile.tile_n, steps, number, warpgroup, ring, transpose)
         if bias is None:
             return [total]
         pieces = []
@@ -111,8 +111,8 @@ def grouped_matmul(
             pieces.append(pipeline.add_bias(piece, bias, place.group, column + n))
         return pieces
 
-    def multiply_fp8(place, steps, number, warpgroup, stages, full, empty, x, w, blocks, bias, _):
-        pieces = _contract_fp8(tile, place, steps, number, warpgroup, stages, full, empty, w.scale)
+    def multiply_fp8(place, steps, number, warpgroup, ring, x, w, blocks, bias, _):
+        pieces = _contract_fp8(tile.tile_n, place, steps, number, warpgroup, ring, w.scale)
         if bias is None:
             return pieces
         sums = []
@@ -186,15 +186,15 @@ def grouped_matmul_activate(
     if gather_idx is not None:
         check_gather(swizzle, tile)
 
-    def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
+    def load(place, step, slot, ring, x, w, *_, sources=None):
         k = pl.ds(step * STEP, STEP)
         columns = pl.ds(place.column * part, part)
-        _load_x(x, place, step, k, stages["x"].at[slot], barrier, sources, swizzle)
+        _load_x(x, place, step, k, slot, ring, sources, swizzle)
         rows = pl.ds(place.group * contracted + step * STEP, STEP)
-        plgpu.copy_gmem_to_smem(w.at[rows, :, columns], stages["w"].at[slot], barrier)
+        _copy(w.at[rows, :, columns], "w", slot, ring)
 
-    def multiply(place, steps, number, warpgroup, stages, full, empty, *_):
-        (total,) = _contract(tile, steps, number, warpgroup, stages, full, empty)
+    def multiply(place, steps, number, warpgroup, ring, *_):
+        (total,) = _contract(tile.tile_n, steps, number, warpgroup, ring)
         for n in range(0, part, PIECE):  # a piece is stored before the next one takes registers
             columns = [gate * part + n for gate in range(gates)]
             h = [rounded(total[:, column : column + PIECE]) for column in columns]
@@ -239,7 +239,8 @@ class Place(NamedTuple):
 
 
 def _run(
-    operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, **functions,
+    operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, load: Callable,
+    multiply: Callable, target: Callable, name: str,
 ):  # fmt: skip
     """Runs a matmul of these operands, of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
     x, w, blocks, bias, gather_idx = operands
@@ -259,27 +260,28 @@ def _run(
     def load_tile_sources(place, step, *operands):
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
-    return pipeline.run(
-        (x, w, blocks._replace(first_half=None, sizes=None), bias, gather_idx),
-        out,
-        tile,
-        stages,
+    work = pipeline.Work(
         count=count,
         locate=locate,
         steps=lambda *_: n_steps,
+        load=load,
+        multiply=multiply,
+        target=target,
         has_rows=lambda place, warpgroup: warpgroup * HALF < place.rows,
         sources=None if gather_idx is None else load_tile_sources,
-        **functions,
     )
+    operands = (x, w, blocks._replace(first_half=None, sizes=None), bias, gather_idx)
+    return pipeline.run(operands, out, tile, stages, work, name=name)
 
 
-def _load_x(x, place: Place, step, k, stage, barrier, sources, swizzle: int, shared=None) -> None:
-    """Copies the columns k of a step to a stage, of the rows that `sources` names, or else of the tile."""
+def _load_x(x, place: Place, step, k, slot, ring: Ring, sources, swizzle: int, shared: str | None = None) -> None:
+    """Copies the columns k of a step to a slot, of the rows that `sources` names, or else of the tile."""
+    stage = ring.stages["x"].at[slot]
 
     def copy(rows: int) -> None:
         part = x.at[pl.ds(place.row, rows), k]
         target = stage.at[pl.ds(0, rows)]
-        plgpu.copy_gmem_to_smem(part, target, barrier, collective_axes=shared)
+        plgpu.copy_gmem_to_smem(part, target, ring.full.at[slot], collective_axes=shared)
 
     if sources is not None:
         copy_rows(x, step * STEP, sources, stage, swizzled(x.dtype, swizzle))
@@ -288,38 +290,39 @@ def _load_x(x, place: Place, step, k, stage, barrier, sources, swizzle: int, sha
         pl.when(place.rows <= HALF)(lambda: copy(HALF))
 
 
+def _copy(part, name: str, slot, ring: Ring) -> None:
+    """Copies a part of an operand to its stage in a slot."""
+    plgpu.copy_gmem_to_smem(part, ring.stages[name].at[slot], ring.full.at[slot])
+
+
 def _rows_of(place: Place, warpgroup):
     """Returns the rows of all rows that a consumer has."""
     return pl.ds(place.row + warpgroup * HALF, HALF)
 
 
-def _contract(
-    tile: TileConfig, steps, number, warpgroup, stages, full, empty, transpose: bool = False,
-) -> list:  # fmt: skip
+def _contract(tile_n: int, steps, number, warpgroup, ring: Ring, transpose: bool = False) -> list:
     """Returns the matmul f32 of a consumer's rows of the stages "x" and of "w", alone in a list."""
     mine = pl.ds(warpgroup * HALF, HALF)
 
     def add(slot, accs):
         # w is [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64].
-        w = stages["w"].at[slot]
+        w = ring.stages["w"].at[slot]
         if len(w.shape) == 3:
-            w = w.reshape(STEP, tile.tile_n)
-        plgpu.wgmma(accs[0], stages["x"].at[slot, mine], w.T if transpose else w)
+            w = w.reshape(STEP, tile_n)
+        plgpu.wgmma(accs[0], ring.stages["x"].at[slot, mine], w.T if transpose else w)
 
-    return pipeline.contract(tile, steps, number, full, empty, add)
+    return pipeline.contract(steps, number, ring, add, tile_n)
 
 
-def _contract_fp8(
-    tile: TileConfig, place: Place, steps, number, warpgroup, stages, full, empty, sw,
-) -> tuple:  # fmt: skip
+def _contract_fp8(tile_n: int, place: Place, steps, number, warpgroup, ring: Ring, sw) -> tuple:
     """Returns the matmul f32 of a consumer's rows, dequantized block by block, in pieces of columns."""
     mine = pl.ds(warpgroup * HALF, HALF)
-    pieces = range(tile.tile_n // PIECE)
+    pieces = range(tile_n // PIECE)
     # Each piece of columns has a block of the weight's scales. Two neighbouring pieces often share one.
     last = sw.shape[1] - 1
-    columns = (place.column * tile.tile_n + i * PIECE for i in pieces)
+    columns = (place.column * tile_n + i * PIECE for i in pieces)
     blocks = [jnp.minimum(lax.div(column, BLOCK), last) for column in columns]
-    own = [i for i in pieces if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
+    own = [i for i in pieces if tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
 
     def scales(step):
         return tuple(sw[place.group, blocks[i], step] for i in own)
@@ -328,8 +331,8 @@ def _contract_fp8(
         totals, sw_now = carry
         # The scale is loaded one step early, since it comes from device memory.
         sw_next = scales(jnp.minimum(k + 1, steps - 1))
-        slot, part, sx = pipeline.multiply_fp8(tile, number + k, mine, full, stages, "w")
-        plgpu.barrier_arrive(empty.at[slot])
+        slot, part, sx = pipeline.multiply_fp8(number + k, mine, ring, "w", tile_n)
+        plgpu.barrier_arrive(ring.empty.at[slot])
         by_row = {}
         for i, scale in zip(own, sw_now, strict=True):
             by_row[i] = lax.broadcast_in_dim(sx * scale, (HALF, PIECE), [0])

@@ -20,6 +20,7 @@ order of XLA: a NaN without a sign is above infinity, and -0.0 is below 0.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moax.checks import Unsupported
 from moax.kernels.groups import align_up
@@ -164,6 +165,30 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
     return Counts(ids, *run(ids))
 
 
+class Shared(NamedTuple):
+    """The shared memory of a block of threads of `build_permutation`, for C groups and the A assignments of the block.
+
+    Attributes:
+      starts: [C + 64], the first row of each group; starts[C] is the row after the last group.
+      ends: [C], the row after the last assignment of each group.
+      first_row: [C], the row of the first assignment of each group in this block.
+      within: [S C], `Counts.inside` of this block.
+      rows, columns: [A], the group of each assignment, twice: the compiler merges two loads of one array, which then
+        has no layout.
+      earlier: [A], the assignments of the same group before each assignment in its step.
+      loaded: the barrier at which `within`, `rows` and `columns` arrive.
+    """
+
+    starts: Any
+    ends: Any
+    first_row: Any
+    within: Any
+    rows: Any
+    columns: Any
+    earlier: Any
+    loaded: Any
+
+
 @with_vma_of_inputs
 def build_permutation(
     experts: Int[Array, "R K"], counted: Counts, groups: int, align: int, num_rows: int,
@@ -187,70 +212,39 @@ def build_permutation(
     every = plgpu.Layout.WG_STRIDED((held,), held // THREADS)
 
     def build_permutation(
-        ids, counts, inside, begin, part_sizes, weights, gather_idx, scatter_idx, sizes, *row_weights,
-        starts, ends, first_row, within, rows, columns, earlier, loaded,
-    ):  # fmt: skip
+        ids, counts, inside, begin, part_sizes, weights, gather_idx, scatter_idx, sizes, *row_weights, **scratch
+    ):
+        shared = Shared(**scratch)
         block = lax.axis_index("block")
         mine = pl.ds(block * size, size)
-        # The ids are in SMEM twice: the compiler merges two loads of one array, which then has no layout.
-        for target, part_of in ((rows, ids.at[mine]), (columns, ids.at[mine]), (within, inside.at[block])):
-            plgpu.copy_gmem_to_smem(part_of, target, loaded, oob_mode=IN_BOUNDS)
+        _load_assignments(shared, ids.at[mine], inside.at[block])
 
-        def add(b, sums):
-            total, before = sums
-            count = plgpu.load(counts.at[b], layout=every)
-            return total + count, before + count * (b < block).astype(jnp.int32)
-
-        def add_some(i, sums):
-            for b in range(AHEAD):
-                sums = add(i * AHEAD + b, sums)
-            return sums
-
-        nothing = plgpu.layout_cast(jnp.zeros(held, jnp.int32), every)
-        sums = lax.fori_loop(0, blocks // AHEAD, add_some, (nothing, nothing))
-        for b in range(blocks // AHEAD * AHEAD, blocks):
-            sums = add(b, sums)
-        total, before = sums
+        total, before = _sum_counts(counts, block, every)
         if part is not None:
             total = plgpu.load(part_sizes, layout=every)
             before = before - plgpu.load(begin, layout=every)
-        ends[...] = total
+        shared.ends[...] = total
         plgpu.commit_smem()
+        is_before = _index(1) < _index(0)
+        _find_starts(shared, is_before, align)
+        start = plgpu.load(shared.starts.at[pl.ds(0, held)], layout=every)
+        shared.ends[...] = start + total
+        shared.first_row[...] = start + before
 
-        # The first row of each group, 64 groups at a time. `used` has the rows of the groups before in each element.
-        below = _index(1) < _index(0)
-        used = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)
-        for c in range(0, held, STEP):
-            aligned = lax.div(_load(ends, c, COLUMN) + (align - 1), jnp.int32(align)) * align
-            aligned = lax.broadcast_in_dim(aligned, (STEP, STEP), [1])
-            _store(starts, c, used + jnp.sum(jnp.where(below, aligned, 0), axis=1))
-            used = used + jnp.sum(aligned, axis=1)
-        _store(starts, held, used)
-        plgpu.commit_smem()
-        start = plgpu.load(starts.at[pl.ds(0, held)], layout=every)
-        ends[...] = start + total
-        first_row[...] = start + before
-
-        plgpu.barrier_wait(loaded)
-
-        def rank(s, _):
-            row = lax.broadcast_in_dim(_load(rows, s * STEP, ROW), (STEP, STEP), [0])
-            column = lax.broadcast_in_dim(_load(columns, s * STEP, COLUMN), (STEP, STEP), [1])
-            _store(earlier, s * STEP, _count((row == column) & below))
-
-        lax.fori_loop(0, steps, rank, None)
-        plgpu.commit_smem()
+        plgpu.barrier_wait(shared.loaded)
+        _count_earlier(shared, is_before)
 
         each = layout_of(size)
-        group = plgpu.load(rows, layout=each)
+        group = plgpu.load(shared.rows, layout=each)
         index = _iota(size)
         has_row = group < groups
         valid = jnp.clip(group, 0, groups - 1)  # no id makes a thread read past an array
-        row = ptx.take(first_row, valid)
-        row = row + ptx.take(within, lax.div(index, jnp.int32(STEP)) * held + valid)
-        row = row + plgpu.load(earlier, layout=each)
+        row = ptx.take(shared.first_row, valid)
+        row = row + ptx.take(shared.within, lax.div(index, jnp.int32(STEP)) * held + valid)
+        row = row + plgpu.load(shared.earlier, layout=each)
         if part is not None:
-            has_row = has_row & (row >= ptx.take(starts, valid)) & (row < ptx.take(ends, valid))
+            is_in_part = row >= ptx.take(shared.starts, valid)
+            has_row = has_row & is_in_part & (row < ptx.take(shared.ends, valid))
         row = jnp.where(has_row, row, num_rows)
         index = index + block * size
         ptx.put(scatter_idx, index, row)
@@ -258,31 +252,16 @@ def build_permutation(
         for target in row_weights:
             ptx.put(target, row, plgpu.load(weights.at[mine], layout=each))
 
-        # Each block fills the padding of some groups, and its share of the rows after the last group.
-        def fill(begin, end):
-            def fill_some(i, _):
-                row = _iota(THREADS) + (begin + i * THREADS)
-                row = jnp.where(row < end, row, num_rows)
-                ptx.put(gather_idx, row, jnp.full_like(row, received))
-                for target in row_weights:
-                    ptx.put(target, row, jnp.zeros(THREADS, jnp.float32))
+        def pad(begin, end):
+            _write_padding(begin, end, received, gather_idx, row_weights)
 
-            lax.fori_loop(0, lax.div(end - begin + (THREADS - 1), THREADS), fill_some, None)
-
-        def fill_group(i, _):
-            g = block + i * blocks
-            fill(ends[g], starts[g + 1])
-
-        lax.fori_loop(0, lax.div(groups - block + (blocks - 1), blocks), fill_group, None)
-        last = starts[held]
-        share = lax.div(num_rows - last + (blocks - 1), blocks)
-        fill(last + block * share, lax.min(last + (block + 1) * share, num_rows))
+        _pad_groups(shared, pad, block, blocks, groups, num_rows)
 
         @pl.when(block == 0)
         def _():
             each = layout_of(held)
-            end = plgpu.load(ends, layout=each)
-            size = end - plgpu.load(starts.at[pl.ds(0, held)], layout=each)
+            end = plgpu.load(shared.ends, layout=each)
+            size = end - plgpu.load(shared.starts.at[pl.ds(0, held)], layout=each)
             ptx.put(sizes, _iota(held), size)
 
     lengths: Any = dict(starts=held + STEP, ends=held, first_row=held, within=steps * held)
@@ -300,6 +279,85 @@ def build_permutation(
     gather_idx, scatter_idx, sizes, *row_weights = run(*counted, begin, part_sizes, weights)
     scatter_idx = scatter_idx.reshape(experts.shape)
     return gather_idx, scatter_idx, sizes, row_weights[0] if row_weights else None
+
+
+def _load_assignments(shared: Shared, ids, inside) -> None:
+    """Starts to load the groups of a block's assignments and the counts before its steps."""
+    for target, part in ((shared.rows, ids), (shared.columns, ids), (shared.within, inside)):
+        plgpu.copy_gmem_to_smem(part, target, shared.loaded, oob_mode=IN_BOUNDS)
+
+
+def _sum_counts(counts, block, layout) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
+    """Returns the assignments of each group in all blocks, and in the blocks before `block`."""
+    blocks, held = counts.shape
+
+    def add(b, sums):
+        total, before = sums
+        count = plgpu.load(counts.at[b], layout=layout)
+        return total + count, before + count * (b < block).astype(jnp.int32)
+
+    def add_some(i, sums):
+        for b in range(AHEAD):
+            sums = add(i * AHEAD + b, sums)
+        return sums
+
+    nothing = plgpu.layout_cast(jnp.zeros(held, jnp.int32), layout)
+    sums = lax.fori_loop(0, blocks // AHEAD, add_some, (nothing, nothing))
+    for b in range(blocks // AHEAD * AHEAD, blocks):
+        sums = add(b, sums)
+    return sums
+
+
+def _find_starts(shared: Shared, is_before: Bool[Array, "64 64"], align: int) -> None:
+    """Writes the first row of each group to `starts`, from the sizes in `ends`; is_before[i, j] tells whether j < i."""
+    held = shared.ends.shape[0]
+    used = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)  # each element has the rows of the groups before
+    for c in range(0, held, STEP):
+        aligned = lax.div(_load(shared.ends, c, COLUMN) + (align - 1), jnp.int32(align)) * align
+        aligned = lax.broadcast_in_dim(aligned, (STEP, STEP), [1])
+        _store(shared.starts, c, used + jnp.sum(jnp.where(is_before, aligned, 0), axis=1))
+        used = used + jnp.sum(aligned, axis=1)
+    _store(shared.starts, held, used)
+    plgpu.commit_smem()
+
+
+def _count_earlier(shared: Shared, is_before: Bool[Array, "64 64"]) -> None:
+    """Writes to `earlier` how many assignments of a step before each one have its group."""
+
+    def rank(s, _):
+        row = lax.broadcast_in_dim(_load(shared.rows, s * STEP, ROW), (STEP, STEP), [0])
+        column = lax.broadcast_in_dim(_load(shared.columns, s * STEP, COLUMN), (STEP, STEP), [1])
+        _store(shared.earlier, s * STEP, _count((row == column) & is_before))
+
+    lax.fori_loop(0, shared.rows.shape[0] // STEP, rank, None)
+    plgpu.commit_smem()
+
+
+def _pad_groups(shared: Shared, pad: Callable, block, blocks: int, groups: int, num_rows: int) -> None:
+    """Calls pad(begin, end) for the padding of some groups, and for the block's share of the rows after the last."""
+
+    def pad_group(i, _):
+        g = block + i * blocks
+        pad(shared.ends[g], shared.starts[g + 1])
+
+    lax.fori_loop(0, lax.div(groups - block + (blocks - 1), blocks), pad_group, None)
+    last = shared.starts[shared.ends.shape[0]]
+    share = lax.div(num_rows - last + (blocks - 1), blocks)
+    pad(last + block * share, lax.min(last + (block + 1) * share, num_rows))
+
+
+def _write_padding(begin, end, received: int, gather_idx, row_weights) -> None:
+    """Writes the rows begin to end - 1 of `gather_idx`, which gather no row, and their weights of 0."""
+    num_rows = gather_idx.shape[0]
+
+    def write(i, _):
+        row = _iota(THREADS) + (begin + i * THREADS)
+        row = jnp.where(row < end, row, num_rows)
+        ptx.put(gather_idx, row, jnp.full_like(row, received))
+        for target in row_weights:
+            ptx.put(target, row, jnp.zeros(THREADS, jnp.float32))
+
+    lax.fori_loop(0, lax.div(end - begin + (THREADS - 1), THREADS), write, None)
 
 
 def _split(count: int) -> tuple[int, int]:

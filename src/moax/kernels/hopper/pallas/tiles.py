@@ -13,7 +13,7 @@ import json
 import logging
 from pathlib import Path
 
-from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.stages import TileConfig
 
 logger = logging.getLogger("moax")
 TABLE = Path(__file__).with_name("tiles.json")

@@ -20,7 +20,17 @@ from jaxtyping import Array, Float, Int
 from moax.kernels.hopper.formats import HALF, Blocks, KMajorFp8, data_of
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import LINE, PIECE, ROWS, TileConfig, check_dtypes, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import PIECE
+from moax.kernels.hopper.pallas.stages import (
+    LINE,
+    ROWS,
+    TileConfig,
+    check_dtypes,
+    leave_room,
+    stage,
+    swizzle_of,
+    swizzled,
+)
 from moax.mesh.collectives import with_vma_of_inputs
 
 
@@ -54,7 +64,7 @@ def grouped_wgrad(
     step_rows = LINE // dtype.itemsize  # the rows of a stage: 64, and 128 in FP8
     groups = blocks.sizes.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    tile = pipeline.leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
+    tile = leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
     tile_m = tile.rows
     each = tile.products
     if gather_idx is not None:
@@ -73,7 +83,7 @@ def grouped_wgrad(
             start = lax.div(start, step_rows // HALF)
         return group, row, column, start
 
-    def load(place, step, slot, barrier, stages, x, dy, *_, sources=None):
+    def load(place, step, slot, ring, x, dy, *_, sources=None):
         _, row, column, start = place
         tokens = pl.ds((start + step) * step_rows, step_rows)
         sides = (
@@ -82,44 +92,44 @@ def grouped_wgrad(
         )
         for name, ref, line, width, axes in sides:
             lines = pl.ds(line, width)
-            target = stages[name].at[slot]
+            target = ring.stages[name].at[slot]
             if sources is not None and name == gathers:
                 copy_rows(ref, line, sources, target, swizzled(dtype, swizzle))
             else:
                 part = ref.data.at[lines, tokens] if fp8 else ref.at[tokens, lines]
-                plgpu.copy_gmem_to_smem(part, target, barrier, collective_axes=axes)
+                plgpu.copy_gmem_to_smem(part, target, ring.full.at[slot], collective_axes=axes)
         if not fp8:
             return
         for name, ref, line, width, _ in sides:
             scale = ref.scale.at[start + step, pl.ds(line, width)]
-            plgpu.copy_gmem_to_smem(scale, stages[f"s{name}"].at[slot], barrier)
+            plgpu.copy_gmem_to_smem(scale, ring.stages[f"s{name}"].at[slot], ring.full.at[slot])
 
     def load_ahead(place, step, *operands):
         return load_sources(operands[-1], (place[-1] + step) * step_rows, step_rows)
 
-    def multiply(place, steps, number, warpgroup, stages, full, empty, *_):
+    def multiply(place, steps, number, warpgroup, ring, *_):
         mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
 
         def add(slot, accs):
             for acc, rows in zip(accs, mine, strict=True):
-                plgpu.wgmma(acc, stages["x"].at[slot, :, rows].T, stages["dy"].at[slot])
+                plgpu.wgmma(acc, ring.stages["x"].at[slot, :, rows].T, ring.stages["dy"].at[slot])
 
-        return pipeline.contract(tile, steps, number, full, empty, add, each)
+        return pipeline.contract(steps, number, ring, add, tile.tile_n, each)
 
-    def multiply_fp8(place, steps, number, warpgroup, stages, full, empty, *_):
+    def multiply_fp8(place, steps, number, warpgroup, ring, *_):
         mine = pl.ds(warpgroup * ROWS, ROWS)
         shape = (ROWS, PIECE)
 
         def step(k, totals):
-            slot, part, sx = pipeline.multiply_fp8(tile, number + k, mine, full, stages, "dy")
+            slot, part, sx = pipeline.multiply_fp8(number + k, mine, ring, "dy", tile.tile_n)
             by_row = lax.broadcast_in_dim(sx, shape, [0])
             sums = []
             for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
-                sdy = stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
+                sdy = ring.stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
                 sdy = plgpu.load(sdy, layout=plgpu.Layout.WGMMA.reduce(0))
                 scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
                 sums.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
-            plgpu.barrier_arrive(empty.at[slot])
+            plgpu.barrier_arrive(ring.empty.at[slot])
             return tuple(sums)
 
         return lax.fori_loop(0, steps, step, (pipeline.zeros(),) * (tile.tile_n // PIECE))
@@ -140,18 +150,15 @@ def grouped_wgrad(
         stages[name] = stage(tile, *shape, data_of(v).dtype, swizzle)
         if fp8:
             stages[f"s{name}"] = plgpu.SMEM((tile.stages, n), jnp.float32)
-    return pipeline.run(
-        (x, dy, blocks.first_half, blocks.sizes, gather_idx),
-        out,
-        tile,
-        stages,
+    work = pipeline.Work(
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
         steps=count_steps,
         load=load,
         multiply=multiply_fp8 if fp8 else multiply,
         target=target,
-        name="grouped_wgrad_fp8" if fp8 else "grouped_wgrad",
-        total=total,
         sources=None if gather_idx is None else load_ahead,
     )
+    operands = (x, dy, blocks.first_half, blocks.sizes, gather_idx)
+    name = "grouped_wgrad_fp8" if fp8 else "grouped_wgrad"
+    return pipeline.run(operands, out, tile, stages, work, name=name, total=total)
