@@ -88,7 +88,7 @@ def public() -> set[str]:
         "moax.linen.Dense",
     }
     for module in (moax, moax.ops, hf, inspect, estimate):
-        package = module in (moax, moax.ops, hf)
+        package = module in (moax, moax.ops, hf, estimate)
         for name in dir(module):
             value = getattr(module, name)
             home = getattr(value, "__module__", None) or ""

@@ -48,7 +48,7 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops import weights
-from moax.ops.weights import GatherSpec, WeightLayout, WeightSpec, find_layout
+from moax.ops.weights import GatherSpec, WeightLayout, WeightSpec, find_layout, lay_out_weight
 from moax.params import dense_spec_on
 from moax.recipe import Recipe, get_recipe
 
@@ -116,8 +116,17 @@ def grouped_matmul(
         groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
         check_arrays("group_sizes int [groups]", group_sizes, groups=groups)
     declared = _declared_spec(w_spec, w.ndim, view)
-    weight = _make_weight(view, x, declared, recipe, grad_reduce_dtype)
-    static = _make_spec(view, weight, w.shape, align, preferred_element_type, kernels)
+    static = _make_spec(
+        view,
+        x.dtype,
+        w.shape,
+        declared,
+        recipe=recipe,
+        align=align,
+        preferred=preferred_element_type,
+        kernels=kernels,
+        grad_reduce=grad_reduce_dtype,
+    )
     return _grouped_matmul(view, static, x, w, jnp.asarray(group_sizes).astype(jnp.int32), bias)
 
 
@@ -159,9 +168,17 @@ def dense(
     if w_spec is None:
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
     declared = Spec(None, *check_spec("w_spec", w_spec, w.ndim))
-    weight = _make_weight(view, x, declared, recipe, grad_reduce_dtype)
-    weight = dataclasses.replace(weight, added_dims=1)
-    static = _make_spec(view, weight, (1, *w.shape), None, preferred_element_type, kernels)
+    static = _make_spec(
+        view,
+        x.dtype,
+        (1, *w.shape),
+        declared,
+        recipe=recipe,
+        preferred=preferred_element_type,
+        kernels=kernels,
+        grad_reduce=grad_reduce_dtype,
+        added_dims=1,
+    )
     rows = flatten_tokens(x, view)
     if bias is not None:
         bias = bias[None]
@@ -210,8 +227,16 @@ def grouped_wgrad(
         raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {shards} * E")
     shape = (group_sizes.shape[0] // shards, x.shape[1], *dy.shape[1:])
     declared = _declared_spec(w_spec, len(shape), view)
-    weight = _make_weight(view, x, declared, recipe, None)
-    static = _make_spec(view, weight, shape, align, preferred_element_type, kernels)
+    static = _make_spec(
+        view,
+        x.dtype,
+        shape,
+        declared,
+        recipe=recipe,
+        align=align,
+        preferred=preferred_element_type,
+        kernels=kernels,
+    )
     if x.shape[0] == 0:
         return jnp.zeros(shape, static.out)
     _, operands = _wgrad.lay_out(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
@@ -224,47 +249,48 @@ def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
     return Spec(*spec, *[None] * (ndim - len(spec)))
 
 
-def _make_weight(
-    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce: DTypeLike | None
-) -> WeightSpec:
-    """Returns the facts of the weight, but for its kernels."""
-    return WeightSpec(
-        name="w",
-        declared=declared,
-        axes=view.axes,
-        recipe=get_recipe(recipe),
-        kernels="",
-        dtype=np.dtype(x.dtype),
-        grad_reduce=get_grad_reduce(grad_reduce),
-    )
-
-
 def _make_spec(
     view: MeshView,
-    weight: WeightSpec,
+    dtype: np.dtype,
     shape: Sequence[int],
-    align: int | None,
+    declared: Spec,
+    *,
+    recipe: str | Recipe | None,
     preferred: DTypeLike | None,
     kernels: str,
+    align: int | None = None,
+    grad_reduce: DTypeLike | None = None,
+    added_dims: int = 0,
 ) -> GroupedSpec:
     """Returns the static arguments of a matmul with a weight of this whole shape, and chooses its kernels."""
-    row_alignment = weight.recipe.row_alignment
+    recipe = get_recipe(recipe)
+    reduce = get_grad_reduce(grad_reduce)
     if align is None:
-        align = row_alignment
+        align = recipe.row_alignment
     check_value("align", align, int)
-    if align % row_alignment:
-        raise ValueError(f"align={align} must be a multiple of {row_alignment}, the recipe's blocks of rows")
-    out = weight.dtype
+    if align % recipe.row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    out = dtype
     if preferred is not None:
         check_value("preferred_element_type", preferred, jnp.floating)
         out = np.dtype(preferred)
-    product = out if out == weight.dtype else np.dtype(np.float32)
+    product = out if out == dtype else np.dtype(np.float32)
+    name = "w"
     split: Sequence[Names] = [()] * len(shape)
     if not view.manual:
-        split = find_layout(weight, None, len(shape)).split
+        split = lay_out_weight(name, declared, view.axes, len(shape), added_dims=added_dims).split
     sizes = [size // view.axes.size(names) for size, names in zip(shape, split, strict=True)]
     widths = {"w's dim 1": sizes[1], "w's columns": math.prod(sizes[2:])}
-    weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
+    weight = WeightSpec(
+        name=name,
+        declared=declared,
+        axes=view.axes,
+        recipe=recipe,
+        kernels=select_kernels(kernels, product, **widths),
+        dtype=dtype,
+        grad_reduce=reduce,
+        added_dims=added_dims,
+    )
     apart = view.engine != "custom_partitioning" or not view.axes.tp
     return GroupedSpec(weight, align, out, product, apart)
 

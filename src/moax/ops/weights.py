@@ -103,7 +103,23 @@ def find_layout(
     known_spec: Spec | None = None,
     ndim: int | None = None,
 ) -> WeightLayout:
-    """Returns the layout by the spec that a weight is known to have, else by the declared one.
+    """Returns the layout by the spec that a weight is known to have, else by the declared one; see `lay_out_weight`."""
+    spec = weight.declared if known_spec is None else known_spec
+    if ndim is None:
+        ndim = len(weight.split or spec)
+    return lay_out_weight(weight.name, spec, weight.axes, ndim, split=weight.split, added_dims=weight.added_dims)
+
+
+def lay_out_weight(
+    name: str,
+    spec: Spec,
+    axes: ResolvedAxes,
+    ndim: int,
+    *,
+    split: tuple[Names, ...] | None = None,
+    added_dims: int = 0,
+) -> WeightLayout:
+    """Returns the layout of a weight with this spec; for `name`, `split` and `added_dims` see `WeightSpec`.
 
     Dim i stays split over `split[i]` in a matmul, and is gathered over the other axes of its entry: with the spec
     (("ep", "fsdp"), None, "tp") and split (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
@@ -112,16 +128,11 @@ def find_layout(
       ValueError: a dim of the spec does not name its `split` axes first, or names an axis that may not be gathered
         after them. The axes of fsdp may be gathered, and the axes of ep where no dim keeps ep.
     """
-    axes = weight.axes
-    split = weight.split
-    spec = weight.declared if known_spec is None else known_spec
-    if ndim is None:
-        ndim = len(split or spec)
     entries = pad(spec, ndim)
     if split is None:
         tp = axes.tp
         split = (axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
-    entries = [tuple(name for name in entry if name in axes.all) for entry in entries]
+    entries = [tuple(axis for axis in entry if axis in axes.all) for entry in entries]
     gatherable = axes.fsdp
     if set(axes.ep).isdisjoint(sum(split, ())):
         gatherable += axes.ep
@@ -130,9 +141,7 @@ def find_layout(
         gathered = entry[len(split_entry) :]
         if entry[: len(split_entry)] != split_entry or not set(gathered) <= set(gatherable):
             error = ValueError if any(entries) else WholeWeight
-            raise error(
-                f"{weight.name}: dim {dim - weight.added_dims} {_explain_entry(entry, split_entry, gatherable)}"
-            )
+            raise error(f"{name}: dim {dim - added_dims} {_explain_entry(entry, split_entry, gatherable)}")
         gather.append(gathered)
     matrix_axes = sum((*gather[1:], *split[1:]), ())
     return WeightLayout(Spec(*entries), tuple(split), tuple(gather), matrix_axes)

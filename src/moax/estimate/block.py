@@ -1,0 +1,184 @@
+"""One MoE block on a mesh of described GPUs: its plan, the trace of its microbatch, and what the trace does not show.
+
+The trace has every array and every collective of forward and backward. It does not have the operations of the products,
+nor what kernels write into the memory of peers: `count_operations` and `find_transfers` add these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from moax.block.moe import moe
+from moax.block.plan import BlockPlan, make_plan
+from moax.checks import Unsupported
+from moax.config import MoEConfig, Options
+from moax.estimate.hardware import Hardware
+from moax.estimate.kept import Once, trace_once
+from moax.estimate.tracing import Trace, trace
+from moax.exchange import TRANSPORTS, find_transport, select_transport
+from moax.exchange.transport import Transfer
+from moax.mesh.axes import ResolvedAxes
+from moax.ops.dispatch_combine import STEPS
+from moax.params import MoEParams, expert_specs, operand_shapes, trainable_mask
+from moax.types import Kept, QuantizedParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """A block, and how a microbatch runs it.
+
+    Attributes:
+      config, options, remat, kept: see `moax.estimate.estimate`.
+      mesh, axes: the described GPUs, and the mesh axes by role.
+      tokens: those of a shard in a microbatch. The devices along tp share a shard.
+      dtype, param_dtype: the dtypes of activations and of parameters.
+    """
+
+    config: MoEConfig
+    options: Options
+    mesh: AbstractMesh
+    axes: ResolvedAxes
+    tokens: int
+    dtype: np.dtype
+    param_dtype: np.dtype
+    remat: bool
+    kept: Kept | None
+
+
+class BlockTrace(NamedTuple):
+    """The trace of a microbatch of one block, and the arrays in it by their numbers.
+
+    Attributes:
+      once: what a step does before its microbatches.
+      steps: forward and backward of the microbatch.
+      x: the input.
+      params, trained: the parameters, and those of them that the optimizer trains.
+      saved: the arrays that forward makes and keeps for backward, in the order of their numbers.
+    """
+
+    once: Once
+    steps: Trace
+    x: int
+    params: tuple[int, ...]
+    trained: tuple[int, ...]
+    saved: tuple[int, ...]
+
+
+def plan_block(block: BlockSpec, hardware: Hardware) -> BlockPlan:
+    """Returns the plan of the experts. The mesh of `block` is in force.
+
+    Raises:
+      Unsupported: the transport or the kernels cannot run on this hardware and mesh.
+    """
+    axes = block.axes
+    name = find_transport(block.options.exchange, axes)
+    gpus = axes.size(axes.all)
+    if gpus > hardware.host and not TRANSPORTS[name].portable:
+        raise Unsupported(f"exchange={name!r} runs on the {hardware.host} GPUs of one host, and the mesh has {gpus}")
+    select_transport(name)
+    exchange = None if block.options.exchange == "auto" else name
+    return make_plan(
+        block.config,
+        block.options,
+        exchange,
+        axes=axes,
+        declared=expert_specs(block.config, block.options.axes, axes),
+        tokens=block.tokens,
+        dtype=block.dtype,
+        gathered=block.kept == "gathered",
+    )
+
+
+def trace_block(block: BlockSpec, plan: BlockPlan) -> BlockTrace:
+    """Returns the trace of a microbatch, forward and backward. The mesh of `block` is in force."""
+    transport = plan.first.exchange.transport
+    if not TRANSPORTS[transport].portable:
+        transport = "all_to_all"  # which has the same buffers, and consists of collectives
+    options = dataclasses.replace(block.options, exchange=transport)
+    rows = block.tokens * block.axes.size(block.axes.tokens)
+    params, x = operand_shapes(block.config, rows, options.axes, block.mesh, block.dtype, block.param_dtype)
+    quantized, once = trace_once(block.kept, params, block.config, options, block.dtype, block.axes)
+    steps = _trace_step(block, options, quantized, params, x)
+
+    *weights, x_array, _ = steps.inputs
+    param_arrays = weights[len(jax.tree.leaves(quantized)) :]
+    is_trained = jax.tree.leaves(trainable_mask(params))
+    trained = [array for array, trains in zip(param_arrays, is_trained, strict=True) if trains]
+    num_others = 2 + len(param_arrays) + 1  # y, the loss, the gradients of params, and that of x
+    saved = {array for array in steps.outputs[:-num_others] if array not in steps.inputs}
+    return BlockTrace(
+        once=once,
+        steps=steps,
+        x=x_array,
+        params=tuple(param_arrays),
+        trained=tuple(trained),
+        saved=tuple(sorted(saved)),
+    )
+
+
+def find_transfers(block: BlockSpec, plan: BlockPlan, traced: BlockTrace) -> dict[str, list[Transfer]]:
+    """Returns the arrays that a microbatch sends, by the name of their scope."""
+    transfers = traced.steps.transfers(block.axes)
+    if not TRANSPORTS[plan.first.exchange.transport].portable:
+        transfers |= _find_puts(plan, block.config, transfers)
+    return transfers
+
+
+def count_operations(block: BlockSpec) -> tuple[int, int]:
+    """Returns the operations of the products of a microbatch with wi, and with wo."""
+    config = block.config
+    tp = block.axes.size(block.axes.tp)
+    columns_of_expert = config.d_rows * config.top_k * (config.d_ff // tp)
+    columns_of_shared = config.d_model * (config.shared_d_ff // tp)
+    product = 2 * block.tokens * (columns_of_expert + columns_of_shared)
+    latent = 2 * block.tokens * config.d_model * (config.d_latent or 0)
+    # With remat, forward runs again up to the last product whose result backward reads: wo's for latent_up alone.
+    repeats_wo = block.remat and latent > 0
+    return (3 + block.remat) * (config.gates * product + latent), (3 + repeats_wo) * product + 3 * latent
+
+
+def _trace_step(
+    block: BlockSpec,
+    options: Options,
+    quantized: QuantizedParams[jax.ShapeDtypeStruct] | None,
+    params: MoEParams[jax.ShapeDtypeStruct],
+    x: jax.ShapeDtypeStruct,
+) -> Trace:
+    """Returns the trace of forward and backward; its first results are the arrays that forward keeps."""
+
+    def step(quantized, params, x, dy):
+        def forward(params, x):
+            y, stats = moe(x, params, block.config, options, quantized=quantized)
+            return y, stats.aux_loss + stats.z_loss
+
+        if block.remat:
+            forward = jax.checkpoint(forward)
+        (y, loss), pull = jax.vjp(forward, params, x)
+        saved = jax.tree.leaves(pull)
+        return saved, y, loss, pull((dy, jnp.ones_like(loss)))
+
+    return trace(step, quantized, params, x, x)
+
+
+def _find_puts(
+    plan: BlockPlan,
+    config: MoEConfig,
+    collectives: Mapping[str, list[Transfer]],
+) -> dict[str, list[Transfer]]:
+    """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
+    exchange = plan.first.exchange
+    transport = TRANSPORTS[exchange.transport]
+    puts_of_scope = {}
+    for scope in collectives.keys() & {*STEPS}:
+        transfers = collectives[scope]
+        times = transfers.count(transfers[0])  # 2 where remat dispatches again
+        puts = transport.cost(exchange, config.top_k, scope, transfers[: len(transfers) // times])
+        puts_of_scope[scope] = puts * times
+    return puts_of_scope
