@@ -91,14 +91,14 @@ def grouped_matmul(
         n = pl.ds(place.column * tile.tile_n, tile.tile_n)
         _load_x(x, place, step, k, slot, ring, sources, swizzle, shared)
         part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
-        _copy(part, "w", slot, ring)
+        ring.copy(part, "w", slot)
 
     def load_fp8(place, step, slot, ring, x, w, *_):
         k = pl.ds(step * depth, depth)
         _load_x(x.data, place, step, k, slot, ring, None, swizzle, shared)
-        _copy(x.scale.at[step, pl.ds(place.row, BLOCK)], "sx", slot, ring)
+        ring.copy(x.scale.at[step, pl.ds(place.row, BLOCK)], "sx", slot)
         part = w.data.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
-        _copy(part, "w", slot, ring)
+        ring.copy(part, "w", slot)
 
     def multiply(place, steps, number, warpgroup, ring, x, w, blocks, bias, _):
         (total,) = _contract(tile.tile_n, steps, number, warpgroup, ring, transpose)
@@ -191,7 +191,7 @@ def grouped_matmul_activate(
         columns = pl.ds(place.column * part, part)
         _load_x(x, place, step, k, slot, ring, sources, swizzle)
         rows = pl.ds(place.group * contracted + step * STEP, STEP)
-        _copy(w.at[rows, :, columns], "w", slot, ring)
+        ring.copy(w.at[rows, :, columns], "w", slot)
 
     def multiply(place, steps, number, warpgroup, ring, *_):
         (total,) = _contract(tile.tile_n, steps, number, warpgroup, ring)
@@ -288,11 +288,6 @@ def _load_x(x, place: Place, step, k, slot, ring: Ring, sources, swizzle: int, s
     else:  # of at most 64 real rows it copies 64
         pl.when(place.rows > HALF)(lambda: copy(BLOCK))
         pl.when(place.rows <= HALF)(lambda: copy(HALF))
-
-
-def _copy(part, name: str, slot, ring: Ring) -> None:
-    """Copies a part of an operand to its stage in a slot."""
-    plgpu.copy_gmem_to_smem(part, ring.stages[name].at[slot], ring.full.at[slot])
 
 
 def _rows_of(place: Place, warpgroup):

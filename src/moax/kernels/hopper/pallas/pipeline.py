@@ -112,6 +112,10 @@ class Ring(NamedTuple):
     full: Any
     empty: Any
 
+    def copy(self, part, name: str, slot, shared: str | None = None) -> None:
+        """Starts to copy a part of operand `name` to a slot, of all blocks along the axis `shared` if there is one."""
+        plgpu.copy_gmem_to_smem(part, self.stages[name].at[slot], self.full.at[slot], collective_axes=shared)
+
 
 class Turn(NamedTuple):
     """The tiles of one block of threads: their number, and place_of(i) -> the place of tile i."""

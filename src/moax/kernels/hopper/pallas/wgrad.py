@@ -10,6 +10,8 @@ promoted to float32.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from moax.kernels.hopper.formats import HALF, Blocks, KMajorFp8, data_of
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import PIECE
+from moax.kernels.hopper.pallas.pipeline import PIECE, Ring
 from moax.kernels.hopper.pallas.stages import (
     LINE,
     ROWS,
@@ -66,7 +68,6 @@ def grouped_wgrad(
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     tile = leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
     tile_m = tile.rows
-    each = tile.products
     if gather_idx is not None:
         check_gather(swizzle, tile)
     tiles_m = pl.cdiv(rows, tile_m)
@@ -81,68 +82,50 @@ def grouped_wgrad(
         start = first_half[group]
         if fp8:
             start = lax.div(start, step_rows // HALF)
-        return group, row, column, start
+        return Place(group, row, column, start)
+
+    def list_sides(place, x, dy):
+        return (
+            Side("x", x, place.row * tile_m, tile_m, shared),
+            Side("dy", dy, place.column * tile.tile_n, tile.tile_n, None),
+        )
 
     def load(place, step, slot, ring, x, dy, *_, sources=None):
-        _, row, column, start = place
-        tokens = pl.ds((start + step) * step_rows, step_rows)
-        sides = (
-            ("x", x, row * tile_m, tile_m, shared),
-            ("dy", dy, column * tile.tile_n, tile.tile_n, None),
-        )
-        for name, ref, line, width, axes in sides:
-            lines = pl.ds(line, width)
-            target = ring.stages[name].at[slot]
-            if sources is not None and name == gathers:
-                copy_rows(ref, line, sources, target, swizzled(dtype, swizzle))
+        tokens = pl.ds((place.start + step) * step_rows, step_rows)
+        for side in list_sides(place, x, dy):
+            if sources is not None and side.name == gathers:
+                target = ring.stages[side.name].at[slot]
+                copy_rows(side.operand, side.first, sources, target, swizzled(dtype, swizzle))
             else:
-                part = ref.data.at[lines, tokens] if fp8 else ref.at[tokens, lines]
-                plgpu.copy_gmem_to_smem(part, target, ring.full.at[slot], collective_axes=axes)
-        if not fp8:
-            return
-        for name, ref, line, width, _ in sides:
-            scale = ref.scale.at[start + step, pl.ds(line, width)]
-            plgpu.copy_gmem_to_smem(scale, ring.stages[f"s{name}"].at[slot], ring.full.at[slot])
+                part = side.operand.at[tokens, pl.ds(side.first, side.width)]
+                ring.copy(part, side.name, slot, side.shared)
+
+    def load_fp8(place, step, slot, ring, x, dy, *_):
+        tokens = pl.ds((place.start + step) * step_rows, step_rows)
+        sides = list_sides(place, x, dy)
+        for side in sides:
+            part = side.operand.data.at[pl.ds(side.first, side.width), tokens]
+            ring.copy(part, side.name, slot, side.shared)
+        for side in sides:
+            scale = side.operand.scale.at[place.start + step, pl.ds(side.first, side.width)]
+            ring.copy(scale, f"s{side.name}", slot)
 
     def load_ahead(place, step, *operands):
-        return load_sources(operands[-1], (place[-1] + step) * step_rows, step_rows)
+        return load_sources(operands[-1], (place.start + step) * step_rows, step_rows)
 
     def multiply(place, steps, number, warpgroup, ring, *_):
-        mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
-
-        def add(slot, accs):
-            for acc, rows in zip(accs, mine, strict=True):
-                plgpu.wgmma(acc, ring.stages["x"].at[slot, :, rows].T, ring.stages["dy"].at[slot])
-
-        return pipeline.contract(steps, number, ring, add, tile.tile_n, each)
-
-    def multiply_fp8(place, steps, number, warpgroup, ring, *_):
-        mine = pl.ds(warpgroup * ROWS, ROWS)
-        shape = (ROWS, PIECE)
-
-        def step(k, totals):
-            slot, part, sx = pipeline.multiply_fp8(number + k, mine, ring, "dy", tile.tile_n)
-            by_row = lax.broadcast_in_dim(sx, shape, [0])
-            sums = []
-            for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
-                sdy = ring.stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
-                sdy = plgpu.load(sdy, layout=plgpu.Layout.WGMMA.reduce(0))
-                scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
-                sums.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
-            plgpu.barrier_arrive(ring.empty.at[slot])
-            return tuple(sums)
-
-        return lax.fori_loop(0, steps, step, (pipeline.zeros(),) * (tile.tile_n // PIECE))
+        if fp8:
+            return _contract_fp8(tile.tile_n, steps, number, warpgroup, ring)
+        return _contract(tile, steps, number, warpgroup, ring)
 
     def target(place, warpgroup, column, width, out):
-        group, tile_row, tile_column, _ = place
         product, inside = divmod(column, tile.tile_n)
-        row = tile_row * tile_m + (warpgroup * each + product) * ROWS
-        columns = pl.ds(tile_column * tile.tile_n + inside, width)
-        return out.at[group, pl.ds(row, ROWS), columns]
+        row = place.row * tile_m + (warpgroup * tile.products + product) * ROWS
+        columns = pl.ds(place.column * tile.tile_n + inside, width)
+        return out.at[place.group, pl.ds(row, ROWS), columns]
 
     def count_steps(place, x, dy, first_half, sizes, _):
-        return lax.div(sizes[place[0]] + step_rows - 1, step_rows)
+        return lax.div(sizes[place.group] + step_rows - 1, step_rows)
 
     stages: dict = {}
     for name, v, n in (("x", x, tile_m), ("dy", dy, tile.tile_n)):
@@ -154,11 +137,62 @@ def grouped_wgrad(
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
         steps=count_steps,
-        load=load,
-        multiply=multiply_fp8 if fp8 else multiply,
+        load=load_fp8 if fp8 else load,
+        multiply=multiply,
         target=target,
         sources=None if gather_idx is None else load_ahead,
     )
     operands = (x, dy, blocks.first_half, blocks.sizes, gather_idx)
     name = "grouped_wgrad_fp8" if fp8 else "grouped_wgrad"
     return pipeline.run(operands, out, tile, stages, work, name=name, total=total)
+
+
+class Place(NamedTuple):
+    """The place of a tile of dw: its group, its row and column among the group's tiles, and the group's first stage."""
+
+    group: Int[Array, ""]
+    row: Int[Array, ""]
+    column: Int[Array, ""]
+    start: Int[Array, ""]
+
+
+class Side(NamedTuple):
+    """An operand of a tile: its columns `first` to `first + width - 1`, and the axis of the blocks that share them."""
+
+    name: str
+    operand: Any
+    first: Int[Array, ""]
+    width: int
+    shared: str | None
+
+
+def _contract(tile: TileConfig, steps, number, warpgroup, ring: Ring) -> list:
+    """Returns the matmuls f32 of a consumer, of 64 rows each."""
+    each = tile.products
+    mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
+
+    def add(slot, accs):
+        for acc, rows in zip(accs, mine, strict=True):
+            plgpu.wgmma(acc, ring.stages["x"].at[slot, :, rows].T, ring.stages["dy"].at[slot])
+
+    return pipeline.contract(steps, number, ring, add, tile.tile_n, each)
+
+
+def _contract_fp8(tile_n: int, steps, number, warpgroup, ring: Ring) -> tuple:
+    """Returns the matmul f32 of a consumer, dequantized stage by stage, in pieces of columns."""
+    mine = pl.ds(warpgroup * ROWS, ROWS)
+    shape = (ROWS, PIECE)
+
+    def step(k, totals):
+        slot, part, sx = pipeline.multiply_fp8(number + k, mine, ring, "dy", tile_n)
+        by_row = lax.broadcast_in_dim(sx, shape, [0])
+        sums = []
+        for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
+            sdy = ring.stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
+            sdy = plgpu.load(sdy, layout=plgpu.Layout.WGMMA.reduce(0))
+            scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
+            sums.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
+        plgpu.barrier_arrive(ring.empty.at[slot])
+        return tuple(sums)
+
+    return lax.fori_loop(0, steps, step, (pipeline.zeros(),) * (tile_n // PIECE))
