@@ -3,6 +3,8 @@
 Covers: one device, with a number of tokens and without; a mesh; gradients; recipes; the other engine.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,13 +50,15 @@ def test_a_symbolic_number_of_tokens():
 
 @pytest.mark.more
 def test_gradients_of_a_symbolic_number_of_tokens():
-    """Breaks if an exported loss has no gradient."""
-    params = moax.init(jax.random.key(0), FULL)
+    """Breaks if an exported loss has no gradient, or if the balance loss of a sequence needs a number of tokens."""
+    router = dataclasses.replace(ROUTER, sequence_aux_loss=0.1)
+    config = dataclasses.replace(FULL, router=router)
+    params = moax.init(jax.random.key(0), config)
     batch, seq = export.symbolic_shape("b, s")
 
     @jax.jit
     def loss(x, p):
-        y, stats = moax.moe(x, p, FULL)
+        y, stats = moax.moe(x, p, config)
         return jnp.square(y).mean() + stats.aux_loss
 
     program = back(export.export(loss)(jax.ShapeDtypeStruct((batch, seq, 16), jnp.float32), params))

@@ -212,10 +212,11 @@ def split_ids(ids: Integer[Array, "*batch C"]) -> Int[Array, "*batch D"]:
 
 def _rank_rows(columns: Int[Array, "T C"]) -> Int[Array, " T"]:
     """Returns a number below T for each row, the same one where rows are equal."""
-    places = vary_like(jnp.arange(len(columns), dtype=jnp.int32), columns)
+    places = vary_like(jnp.arange(columns.shape[0], dtype=jnp.int32), columns)  # which may be symbolic
     *keys, order = lax.sort((*columns.T, places), num_keys=columns.shape[1])
-    is_new = jnp.stack([key[1:] != key[:-1] for key in keys]).any(0)
-    ranks = jnp.concatenate([places[:1], jnp.cumsum(is_new, dtype=jnp.int32)])
+    before = jnp.maximum(places - 1, 0)
+    is_new = jnp.stack([key != key[before] for key in keys]).any(0)
+    ranks = jnp.cumsum(is_new, dtype=jnp.int32)
     return jnp.zeros_like(places).at[order].set(ranks)
 
 
@@ -234,7 +235,7 @@ def balance_sequences(
     rows = all_gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = _rank_rows(rows[:, :columns])
-    zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
+    zeros = jnp.zeros_like(rows, shape=(rows.shape[0], num_experts))
     tokens = zeros.at[number[:, None], rows[:, columns:]].add(1, mode="drop")
     sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
     local_number = take_own_rows(number, along)
