@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import platform as python
 import re
 import sys
@@ -109,7 +110,7 @@ def estimate_parser() -> argparse.ArgumentParser:
     add("--kept", choices=KEPT, help="weights are quantized once a step, or also gathered (default: neither)")
     add("--remat", action="store_true", help="jax.checkpoint is around each block")
     add("--optimizer-bytes", type=int, default=8, metavar="B", help="the optimizer state of a parameter (default: 8)")
-    add("--other-gb", type=float, default=0.0, metavar="GB", help="GB of a GPU for the rest of the model (default: 0)")
+    add("--other-gb", type=read_gb, default=0.0, metavar="GB", help="GB of a GPU for the rest of a model (default: 0)")
     return parser
 
 
@@ -120,6 +121,17 @@ def read_mesh(text: str) -> dict[str, int]:
     if len(sizes) < len(entries):
         raise argparse.ArgumentTypeError(f"{text!r} must have the devices along each axis, each once: fsdp=32,ep=8")
     return sizes
+
+
+def read_gb(text: str) -> float:
+    """Returns a finite number of GB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of GB, such as 4.5")
+    return number
 
 
 def print_estimate(words: Sequence[str]) -> int | str:

@@ -74,6 +74,8 @@ def test_estimate_of_a_folder(capsys):
         (["--microbatches", "3"], "tokens=64 must be a multiple of microbatches=3"),
         (["--kept", "all"], "invalid choice: 'all'"),
         (["--other-gb", "-1"], "other_bytes=-1000000000 must be"),
+        (["--other-gb", "inf"], "--other-gb: 'inf' must be a finite number of GB"),
+        (["--other-gb", "nan"], "--other-gb: 'nan' must be a finite number of GB"),
     ],
 )
 def test_estimate_refuses(words, message, capsys):
