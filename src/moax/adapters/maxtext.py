@@ -274,6 +274,9 @@ def check_layer(layer: Any) -> None:
     for setting in ("te_moe_block", "use_random_routing"):
         if getattr(config, setting):
             raise Unsupported(f"{setting}=True asks MaxText for another layer, and moax's block takes its place")
+    if config.capacity_factor > 0 and not config.sparse_matmul:
+        settings = f"capacity_factor={config.capacity_factor} with sparse_matmul=False"
+        raise Unsupported(f"{settings}: MaxText drops tokens by it, and moax's block none; set capacity_factor=-1")
     if layer.is_hash_routing:
         raise Unsupported("hash routing: moax's router chooses by scores")
     if layer.wi_0_sparsity_module is not None:
