@@ -8,7 +8,7 @@ trainer-gpus` run it; docs/how-to/maxtext-gpu.md says how.
 
 The variants compile side by side and then run one after another: first the most important ones of all cases. Where
 `--jobs` is smaller than their number, the most important ones also run before the others compile. With `--resident` a
-variant stays on the GPUs from its compilation to its turn, and its row takes a third of the time.
+variant stays on the GPUs from its compilation to its turn, and is not traced and loaded a second time.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def measure(variants: list[Variant], clock: Clock, jobs: int, resident: bool, wr
     for one, process in turns:
         if clock.is_over():
             process.kill()
-            process.wait()
+            process.communicate()  # which closes its stdin
             one.why = clock.reason
         else:
             one.finish(process, RUN)

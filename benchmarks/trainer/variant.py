@@ -175,7 +175,7 @@ class Variant:
                 return None
             if time.monotonic() > end:
                 process.kill()
-                process.wait()
+                process.communicate()  # which closes its stdin
                 self.why = f"it did not compile within {seconds:.0f} s"
                 return None
             time.sleep(0.1)

@@ -26,6 +26,12 @@ from maxtext.utils import max_utils, maxtext_utils
 from benchmarks.trainer import loads, ways
 
 
+def await_line() -> None:
+    """Waits for a line on stdin; ends the process where the other end is closed, since nobody wants its steps then."""
+    if not sys.stdin.readline():
+        raise SystemExit("stdin was closed before the steps")
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     results = {}
@@ -50,7 +56,7 @@ def main() -> None:
             raise SystemExit(0)
         if job["compiled"]:
             Path(job["compiled"]).touch()
-            sys.stdin.readline()
+            await_line()
 
     def note_time(what):
         results.setdefault("seconds", {})[what] = round(time.monotonic() - start, 1)
@@ -72,7 +78,7 @@ def main() -> None:
     if job["compile"]:
         maxtext_utils.setup_training_state = make_shapes
         train.get_first_step = lambda model, state: 0
-    sys.stdin.readline()
+    await_line()
     start = time.monotonic()
     try:
         train.main(["", *job["argv"]])

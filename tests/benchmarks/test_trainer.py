@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -224,3 +226,49 @@ def test_a_variant_sees_the_devices_of_its_mesh(monkeypatch, tmp_path):
     assert one.devices() == {"CUDA_VISIBLE_DEVICES": "5,3"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert one.devices() == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+class Resident(variant.Variant):
+    """A variant whose process runs `program`, a script that stands for MaxText's."""
+
+    program = ""
+
+    def start(self, compile_only=False, resident=False):
+        assert resident and not compile_only
+        argv = [sys.executable, "-c", self.program, str(self.compiled)]
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, text=True)
+
+
+def make_resident(folder, program):
+    one = Resident("c", ways.CAPACITY, None, "synthetic", 1, 1, [], folder)
+    one.program = program
+    return one
+
+
+def test_a_resident_variant_waits_between_its_compilation_and_its_steps(tmp_path):
+    """Breaks if the steps of a resident variant run before its turn, or never."""
+    program = (
+        "import pathlib, sys; sys.stdin.readline(); compiled = pathlib.Path(sys.argv[1]); compiled.touch(); "
+        "sys.stdin.readline(); compiled.with_name('trained').touch()"
+    )
+    one = make_resident(tmp_path, program)
+    process = one.settle(variant.Clock(60))
+    assert one.compiled.exists() and process.poll() is None
+    assert not (tmp_path / "trained").exists()
+    one.finish(process, 60)
+    assert (tmp_path / "trained").exists() and not one.why
+
+
+@pytest.mark.parametrize(
+    "program, seconds, why",
+    [
+        ("raise SystemExit(3)", 60, "no output"),
+        ("import time; time.sleep(60)", 0.5, "did not compile within"),
+        ("", 0, "not started"),
+    ],
+)
+def test_a_resident_variant_that_does_not_compile_says_why(tmp_path, program, seconds, why):
+    """Breaks if the rows of the other variants wait for one that failed, or its row says nothing."""
+    one = make_resident(tmp_path, program)
+    assert one.settle(variant.Clock(seconds)) is None
+    assert why in one.why

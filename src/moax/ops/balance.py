@@ -155,7 +155,7 @@ def update_router_bias(
 def _find_quantiles(
     histogram: Int[Array, "*layers E 1000"], target: Int[Array, "*layers 1"], bias: Float[Array, "*layers E"]
 ) -> Float[Array, "*layers E"]:
-    """Returns the number of each expert below which `target` values of its histogram lie."""
+    """Returns for each expert the value below which `target` values of its histogram lie."""
     count_until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
     bin_of_target = jnp.argmax(count_until >= target[..., None], axis=-1, keepdims=True)
     count = jnp.take_along_axis(histogram, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
@@ -212,7 +212,7 @@ def split_ids(ids: Integer[Array, "*batch C"]) -> Int[Array, "*batch D"]:
 
 def _rank_rows(columns: Int[Array, "T C"]) -> Int[Array, " T"]:
     """Returns a number below T for each row, the same one where rows are equal."""
-    places = vary_like(jnp.arange(columns.shape[0], dtype=jnp.int32), columns)  # which may be symbolic
+    places = vary_like(jnp.arange(columns.shape[0], dtype=jnp.int32), columns)  # T may be symbolic
     *keys, order = lax.sort((*columns.T, places), num_keys=columns.shape[1])
     before = jnp.maximum(places - 1, 0)
     is_new = jnp.stack([key != key[before] for key in keys]).any(0)
