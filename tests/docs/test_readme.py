@@ -316,6 +316,7 @@ def benchmark_table() -> list[str]:
         ("x4_trainer.json", "MaxText", "four GPUs"),
         ("x4_trainer_expert.json", "MaxText", "four GPUs"),
         ("x4_trainer_ways.json", "MaxText", "four GPUs"),
+        ("x4_trainer_single.json", "MaxText", "four GPUs"),
         ("h100_trainer.json", "MaxText", "one GPU"),
         ("h100_trainer_ways.json", "MaxText, all its ways", "one GPU"),
         ("x4_train.json", "`lm/`", "four GPUs"),

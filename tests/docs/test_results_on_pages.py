@@ -82,6 +82,35 @@ def test_the_steps_with_sharded_experts_are_committed():
     assert f"Of the {text['compute_ms']:.0f} ms of compute with text, {scatter:.0f} are the gradient" in page
 
 
+def test_the_step_with_one_microbatch_is_committed():
+    """Breaks if the page on MaxText shows another number of its step with one microbatch than the file holds."""
+    page = " ".join(PAGE.split())
+    labels = {
+        "maxtext-tokamax-ring-overlap": "MaxText, tokamax, bf16, `-ring-overlap`",
+        "none": "moax, `none`",
+        "fp8_block": "moax, `fp8_block`",
+    }
+    rows = {}
+    for row in read_rows("x4_trainer_single.json"):
+        rows[row["recipe"] if row["impl"] == "moax" else row["impl"]] = row
+    assert rows.keys() == labels.keys()
+    for key, row in rows.items():
+        extra = row["extra"]
+        times = (row["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
+        cells = [f"{time:.0f}" for time in times]
+        cells += [f"{extra['tokens_per_s']:,.0f}", f"{extra['peak_bytes'] / 1e9:.1f}"]
+        assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+    theirs, bf16, fp8 = (rows[key]["us"] for key in labels)
+    factors = f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8; FP8 is"
+    assert f"{factors} {bf16 / fp8:.2f} times as fast as bf16." in page
+    their_losses, bf16_losses, fp8_losses = (rows[key]["extra"]["losses"] for key in labels)
+    distance = max(abs(a - b) / b for a, b in zip(fp8_losses, bf16_losses, strict=True))
+    assert f"FP8 and bf16 differ by {distance:.2%} at most".replace("%", " %") in page
+    ratios = [a / b - 1 for a, b in zip(their_losses, bf16_losses, strict=True)]
+    sentence = f"MaxText's loss is {ratios[9]:.2%} above moax's at the tenth step, and {ratios[3]:.2%} at the fourth"
+    assert sentence.replace("%", " %") in page
+
+
 def test_the_language_model_on_four_gpus_is_committed():
     """Breaks if the page shows another step of `lm/` on four GPUs, or on one of them, than was measured."""
     steps = {}
