@@ -1,10 +1,20 @@
 """The numbers of the pages on MaxText, on arms and of the first steps are those of the result files that they cite."""
 
 import re
+from typing import Any
 
 from support.results import ROOT, read, read_rows
 
 PAGE = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
+
+
+def format_cells(row: dict[str, Any]) -> str:
+    """Returns the cells of a row of the page: step, compute, collectives, exposed, tokens/s and peak."""
+    extra = row["extra"]
+    times = (row["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
+    cells = [f"{time:.0f}" for time in times]
+    cells += [f"{extra['tokens_per_s']:,.0f}", f"{extra['peak_bytes'] / 1e9:.1f}"]
+    return " | ".join(cells)
 
 
 def test_the_step_on_four_gpus_is_committed():
@@ -22,13 +32,7 @@ def test_the_step_on_four_gpus_is_committed():
             extra = row["extra"]
             key = (name, row["impl"], row["recipe"])
             ms[key] = row["us"] / 1e3
-            times = (ms[key], extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
-            cells = [
-                *(f"{time:.0f}" for time in times),
-                f"{extra['tokens_per_s']:,.0f}",
-                f"{extra['peak_bytes'] / 1e9:.1f}",
-            ]
-            assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+            assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
             if "loss_off_moax" in extra:
                 assert extra["loss_off_moax"] < 0.0015 and "differ by 0.15 % at most" in PAGE
     theirs, bf16, fp8, installed, kept = (ms[key] for key in labels)
@@ -60,11 +64,7 @@ def test_the_steps_with_sharded_experts_are_committed():
             rows[row["case"].removeprefix("qwen3-30b "), way] = row
     assert rows.keys() == labels.keys()
     for key, row in rows.items():
-        extra = row["extra"]
-        times = (row["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
-        cells = [f"{time:.0f}" for time in times]
-        cells += [f"{extra['tokens_per_s']:,.0f}", f"{extra['peak_bytes'] / 1e9:.1f}"]
-        assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
     theirs, bf16, fp8, theirs4, bf16_4, fp8_4, installed, *_ = (rows[key]["us"] for key in labels)
     assert f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in page
     assert f"installed with {installed / bf16:.2f} times in bf16" in page
@@ -95,11 +95,7 @@ def test_the_step_with_one_microbatch_is_committed():
         rows[row["recipe"] if row["impl"] == "moax" else row["impl"]] = row
     assert rows.keys() == labels.keys()
     for key, row in rows.items():
-        extra = row["extra"]
-        times = (row["us"] / 1e3, extra["compute_ms"], extra["wire_ms"], extra["exposed_ms"])
-        cells = [f"{time:.0f}" for time in times]
-        cells += [f"{extra['tokens_per_s']:,.0f}", f"{extra['peak_bytes'] / 1e9:.1f}"]
-        assert f"| {labels[key]} | {' | '.join(cells)} |" in PAGE
+        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
     theirs, bf16, fp8 = (rows[key]["us"] for key in labels)
     factors = f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8; FP8 is"
     assert f"{factors} {bf16 / fp8:.2f} times as fast as bf16." in page
