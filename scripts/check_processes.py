@@ -2,16 +2,15 @@
 
     PYTHONPATH=src python scripts/check_processes.py [--tiny]
 
-Blocks are compared by values, gradients and stats. All processes run side by side, and each compiles all blocks at
-once. The script exits with 1 where a value differs by more than LIMIT, or an integer differs at all. Where a process
-fails or does not end within `--seconds`, its output says how far it came. The script needs N GPUs; without GPUs, N
-devices are emulated, on which `--tiny` takes ten seconds.
+Blocks are compared by values, gradients and stats. Each block has processes of its own, and all processes run side by
+side: Python's lock is held for most of a compilation. The script exits with 1 where a value differs by more than LIMIT,
+or an integer differs at all. Where a process fails or does not end within `--seconds`, the output of all processes says
+how far each came. The script needs N GPUs. Without GPUs it emulates N devices, on which `--tiny` takes 20 seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import itertools
 import os
 import shutil
@@ -119,7 +118,7 @@ def compute(program: Program, compiled: jax.stages.Compiled) -> dict[str, np.nda
 
 
 def work(args: argparse.Namespace) -> None:
-    """Computes the blocks in one process, or as one of several, and writes the values."""
+    """Computes a block in one process, or as one of several, and writes the values."""
     several = args.num_processes
     process = args.process_id or 0
     # On a machine with GPUs this sets the host's devices.
@@ -132,30 +131,19 @@ def work(args: argparse.Namespace) -> None:
     # The numbers of tokens are prime.
     config = SMALL if args.tiny else BLOCK
     tokens = 61 if args.tiny else 487
-    programs = []
-    for case in CASES[: 2 if args.tiny else None]:
-        programs.append(lower(case, config, tokens))
-        say("lowered", case)
-    options = SAME_PRODUCTS if jax.default_backend() == "gpu" else None
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
-        compiled = list(pool.map(lambda program: compile_program(program, options), programs))
-    values: dict[str, np.ndarray] = {}
-    for program, executable in zip(programs, compiled, strict=True):  # all processes run the blocks in one order
-        values |= compute(program, executable)
-        say("computed", program.case)
+    case = CASES[args.case]
+    program = lower(case, config, tokens)
+    say("lowered")
+    compiled = program.lowered.compile(SAME_PRODUCTS if jax.default_backend() == "gpu" else None)
+    say("compiled")
+    values = compute(program, compiled)
+    say("computed")
     np.savez(Path(args.out) / f"values.{process}.npz", **values)
 
 
-def compile_program(program: Program, options: dict[str, Any] | None) -> jax.stages.Compiled:
-    """Compiles a program, and says so."""
-    compiled = program.lowered.compile(options)
-    say("compiled", program.case)
-    return compiled
-
-
-def say(what: str, case: tuple) -> None:
-    """Prints what was done with a case, and the seconds since the script was imported."""
-    print(f"{time.monotonic() - START:.0f} s: {what} {case}", flush=True)
+def say(what: str) -> None:
+    """Prints what was done with the block, and the seconds since the script was imported."""
+    print(f"{time.monotonic() - START:.0f} s: {what}", flush=True)
 
 
 def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
@@ -169,15 +157,47 @@ def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
     return not (np.abs(got.astype(np.float64) - want) <= limit).all()  # a NaN differs
 
 
-def finish(folder: Path, running: list[subprocess.Popen], end: float) -> dict[str, np.ndarray]:
-    """Returns the values that the processes of a folder wrote; exits with the output of one that failed."""
-    ended = processes.finish(folder, running, end - time.monotonic())
-    for i, (code, said) in enumerate(ended):
-        if code:
-            sys.exit(f"process {i} of {len(ended)} ended with code {code}:\n{said[-3000:]}")
+class Run(NamedTuple):
+    """The processes that compute a block, and the folder of their values and outputs."""
+
+    case: int
+    folder: Path
+    running: list[subprocess.Popen]
+
+
+def start(folder: Path, case: int, command: list[str], count: int) -> Run:
+    """Starts the processes of a block."""
+    own = Path(folder, f"{case}.{count}")
+    command = [*command, "--case", str(case), "--out", str(own)]
+    return Run(case, own, processes.start(own, command, processes=count, devices=None))
+
+
+def finish(runs: list[Run], end: float) -> None:
+    """Waits for all processes; exits with the output of each where one failed or did not end in time."""
+    outputs = []
+    failed = False
+    for run in runs:
+        ended = processes.finish(run.folder, run.running, end - time.monotonic())
+        for i, (code, said) in enumerate(ended):
+            failed = failed or code != 0
+            outputs.append(f"{CASES[run.case]}, process {i} of {len(ended)}, code {code}:\n{shorten(said)}")
+    if failed:
+        sys.exit("\n".join(outputs))
+
+
+def shorten(said: str) -> str:
+    """Returns the start and the end of a long output: the progress, and the reason of the end."""
+    if len(said) <= 2000:
+        return said
+    return f"{said[:1000]}\n...\n{said[-1000:]}"
+
+
+def read(runs: list[Run]) -> dict[str, np.ndarray]:
+    """Returns the values that the processes wrote."""
     values: dict[str, np.ndarray] = {}
-    for file in folder.glob("*.npz"):
-        values |= dict(np.load(file).items())
+    for run in runs:
+        for file in run.folder.glob("*.npz"):
+            values |= dict(np.load(file).items())
     return values
 
 
@@ -190,7 +210,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
     parser.add_argument("--seconds", type=float, default=500, help="kill processes after it (default: %(default)s)")
     # These options are those of a worker.
-    of_worker = dict(out=str, gpus=int, coordinator=str, num_processes=int, process_id=int)
+    of_worker = dict(out=str, case=int, gpus=int, coordinator=str, num_processes=int, process_id=int)
     for name, kind in of_worker.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -205,20 +225,19 @@ def main() -> int:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
     if not gpus:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    command = [__file__, "--devices", str(devices), "--gpus", str(gpus)] + ["--tiny"] * args.tiny
+    cases = range(2 if args.tiny else len(CASES))
+    end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(prefix="check_processes_") as name:
-        started = {}
-        for count in (1, devices):
-            folder = Path(name, str(count))
-            command = [__file__, "--out", str(folder)]
-            command += ["--devices", str(devices), "--gpus", str(gpus)]
-            command += ["--tiny"] * args.tiny
-            started[folder] = processes.start(folder, command, processes=count, devices=None)
-        end = time.monotonic() + args.seconds
+        alone = [start(Path(name), case, command, 1) for case in cases]
+        together = [start(Path(name), case, command, devices) for case in cases]
         try:
-            one, several = (finish(folder, running, end) for folder, running in started.items())
+            finish(alone + together, end)
         finally:
-            for process in itertools.chain(*started.values()):
+            for process in itertools.chain(*(run.running for run in alone + together)):
                 process.kill()
+        one = read(alone)
+        several = read(together)
     keys = one.keys() | several.keys()
     bad = sorted(key for key in keys if differ(several.get(key), one.get(key)))
     verdict = f"{len(bad)} of {len(one)} shards differ" if bad else "one process and several agree"

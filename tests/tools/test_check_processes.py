@@ -30,7 +30,7 @@ def test_comparison():
 
 @pytest.mark.more
 def test_on_emulated_devices():
-    """Breaks if blocks need one process. Slow: three processes that compile."""
+    """Breaks if blocks need one process. Slow: six processes that compile."""
     command = [sys.executable, "scripts/check_processes.py", "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
