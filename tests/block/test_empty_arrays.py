@@ -93,9 +93,14 @@ def test_ops(monkeypatch, kernels, recipe):
         sorted_rows, plan = moax.ops.permute(x, experts, 4, kernels=kernels)
         return jnp.sum(moax.ops.unpermute(sorted_rows, plan, weights, kernels=kernels).astype(jnp.float32) ** 2)
 
+    def loss_of_sequences(logits):
+        router = moax.RouterConfig(sequence_aux_loss=1.0)
+        return moax.route(logits, router, 2, sequences=experts[:, 0], kernels=kernels).aux_loss
+
     for jaxpr in (
         jax.make_jaxpr(jax.grad(products, (0, 1)))(x, w),
         jax.make_jaxpr(jax.grad(rows))(x),
+        jax.make_jaxpr(jax.grad(loss_of_sequences))(x),
     ):
         assert not list(empty_arrays(jaxpr.jaxpr))
 

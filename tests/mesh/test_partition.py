@@ -285,6 +285,14 @@ def test_a_local_function_on_a_mesh(way, mesh):
             check_double(scaled, x, np.asarray(w), 3.0)
 
 
+@pytest.mark.parametrize("way", ("shard_map", "explicit"))
+def test_without_jit(way):
+    """Breaks if an op that `jax.jit` would make one program calls itself where `jax.disable_jit` turns it off."""
+    x = rows(16, 8)
+    with jax.set_mesh(make_mesh("2x4", way)), jax.disable_jit():
+        check_double(double(x, engine=way if way in ENGINES else "auto"), x)
+
+
 def test_alone_and_inside_a_shard_map():
     """Breaks if a local function is not what one device does: whole without a mesh, its shard inside a `shard_map`."""
     x = rows(16, 4)

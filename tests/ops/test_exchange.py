@@ -87,6 +87,19 @@ def test_drops_are_counted(way, mesh, factor):
     assert factor > 0.5 or lost > 0
 
 
+def test_negative_ids_have_no_slot():
+    """Breaks if a token whose ids are all -1 takes a slot of rank 0, and a real token is dropped for it."""
+    x, experts, weights = inputs("1x8", skew=0.2)
+    padded = np.arange(len(x))[:, None] % 2 > 0
+
+    def dispatch_with(none):
+        args = (x, np.where(padded, none, experts), weights)
+        return run("shard_map", "1x8", args, exchange="all_to_all", capacity_factor=0.7)[1]
+
+    got, want = dispatch_with(-1), dispatch_with(EXPERTS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize(
     "transport, skew, factor",
     [*((t, 10.0, None) for t in TRANSPORTS), ("all_gather", 0.2, 0.1)],

@@ -176,6 +176,13 @@ def test_capacity(case, capacity):
         assert rows_of_experts.max() <= rows_of_experts[short].min() + 1
 
 
+def test_negative_ids_are_no_expert():
+    """Breaks if the id -1 has the row of another assignment, or is counted as dropped."""
+    experts = CASES["mixed"]
+    _, plan = permute(jnp.zeros((ROWS, 1)), jnp.where(experts == GROUPS, -1, experts), GROUPS, capacity=20)
+    check_plan(plan, experts, GROUPS, 1, 20)
+
+
 @given(
     st.lists(st.integers(0, 5), min_size=2 * 12, max_size=2 * 12),
     st.sampled_from([(1, None), (1, 1), (1, 9), (4, 9), (4, 23), (4, None)]),

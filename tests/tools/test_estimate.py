@@ -399,6 +399,13 @@ def test_errors(kwargs, message):
         estimate(**arguments)
 
 
+def test_a_mesh_of_jax():
+    """Breaks if the mesh that every other function takes is none for an estimate."""
+    sizes = {"fsdp": 2, "ep": 4}
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    assert str(estimate("olmoe", mesh, 64)) == str(estimate("olmoe", sizes, 64))
+
+
 def test_text():
     """Breaks if the text does not say how a block is sharded, and what it costs."""
     folder = ROOT / "tests" / "data" / "hf" / "qwen3_moe"

@@ -14,13 +14,14 @@ from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.estimate.block import BlockSpec, BlockTrace, count_operations, find_transfers, plan_block, trace_block
 from moax.estimate.hardware import Hardware, find_hardware
 from moax.estimate.result import Estimate, Memory, SavedArray
+from moax.mesh.axes import AnyMesh
 from moax.models import find_model
 from moax.types import KEPT, Kept
 
 
 def estimate(
     model: MoEConfig | str,
-    mesh: Mapping[str, int],
+    mesh: Mapping[str, int] | AnyMesh,
     tokens: int,
     options: Options = Options(),
     *,
@@ -39,8 +40,8 @@ def estimate(
 
     Args:
       model: the sizes of a block, or the name of a model in `moax.models.MODELS`.
-      mesh: the number of devices along each mesh axis, {"fsdp": 4, "ep": 8}. Neighbours along the last axis are
-        neighbouring devices.
+      mesh: the number of devices along each mesh axis, {"fsdp": 4, "ep": 8}, or a mesh of JAX with these. Neighbours
+        along the last axis are neighbouring devices.
       tokens: the tokens of a GPU in a step.
       options: how a block runs.
       hardware: the GPU: a name in `HARDWARE`, or a `Hardware` with rates of your own.
@@ -65,6 +66,8 @@ def estimate(
     config, layers = _find_model(model, layers)
     options = replace_options("estimate", options, keywords)
     hardware = find_hardware(hardware)
+    if isinstance(mesh, AnyMesh):
+        mesh = mesh.shape
     _check_sizes(mesh, tokens, layers, microbatches)
     if kept is not None:
         check_value("kept", kept, KEPT)

@@ -104,24 +104,27 @@ class Op:
                     operands = refuse_many_devices(self.name, operands)
                 sharding = self.find_sharding(static, operands)
                 return self.compute_shards(static, sharding, *operands, reduce=False)
-            if not traced:
-                return self.compiled(view, static, *operands)
-            sharding, operands = self.lay_out(view, static, *operands)
-            mapped = jax.shard_map(
-                functools.partial(self.compute_shards, static, sharding),
-                mesh=view.mesh,
-                in_specs=sharding.operands,
-                out_specs=tuple(sharding.results),
-                axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
-                # Inside a `shard_map` over other axes, the types of operands must keep varying over these axes.
-                check_vma=any(map(varying, jax.tree.leaves(operands))),
-            )
-            return mapped(*operands)
+            map_shards = self.map_shards if traced else self.compiled
+            return map_shards(view, static, *operands)
 
     @functools.cached_property
     def compiled(self) -> Callable:
-        """The op as one program, for operands that are not traced."""
-        return jax.jit(self.__call__, static_argnums=(0, 1))
+        """`map_shards` as one program, for operands that are not traced."""
+        return jax.jit(jax.named_scope(self.name)(self.map_shards), static_argnums=(0, 1))
+
+    def map_shards(self, view: MeshView, static: Hashable, *operands):
+        """Returns the results of the op on `operands`, computed by a `shard_map`."""
+        sharding, operands = self.lay_out(view, static, *operands)
+        mapped = jax.shard_map(
+            functools.partial(self.compute_shards, static, sharding),
+            mesh=view.mesh,
+            in_specs=sharding.operands,
+            out_specs=tuple(sharding.results),
+            axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
+            # Inside a `shard_map` over other axes, the types of operands must keep varying over these axes.
+            check_vma=any(map(varying, jax.tree.leaves(operands))),
+        )
+        return mapped(*operands)
 
     def lay_out(self, view: MeshView, static: Hashable, *operands) -> tuple[OpSharding, tuple]:
         """Returns the layout of the op, and the operands in it, with types that vary over the same axes.

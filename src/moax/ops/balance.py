@@ -229,10 +229,9 @@ def balance_sequences(
 ):
     """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
     columns = sequences.shape[1]
-    ids = sequences[:, 0]
     if mask is not None:
-        ids = jnp.where(mask, ids, -1)
-    rows = all_gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
+        sequences = jnp.where(mask[:, None], sequences, -1)
+    rows = all_gather_rows(jnp.concatenate([sequences, experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = _rank_rows(rows[:, :columns])
     zeros = jnp.zeros_like(rows, shape=(rows.shape[0], num_experts))
@@ -242,7 +241,7 @@ def balance_sequences(
     size = jnp.maximum(sizes[local_number], 1).astype(jnp.float32)
     balance = tokens[local_number].astype(jnp.float32) / (size**2)[:, None]
     number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
-    return jnp.where(ids[:, None] >= 0, balance, 0.0), number_of_sequences
+    return jnp.where(sequences[:, :1] >= 0, balance, 0.0), number_of_sequences
 
 
 def count_needed_bias(

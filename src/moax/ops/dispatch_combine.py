@@ -54,8 +54,8 @@ def dispatch(
 
     Args:
       x: [T, H], floating point, T over (dp, fsdp, ep, cp).
-      experts: [T, K], integers in [0, num_experts), split as x. Rank i of ep owns the experts [i E/ranks,
-        (i + 1) E/ranks).
+      experts: [T, K], integers, split as x. Rank i of ep owns the experts [i E/ranks, (i + 1) E/ranks). A number
+        outside of [0, E) means no expert.
       weights: [T, K] f32, split as x.
       num_experts: E.
       exchange: the transport; `auto` is all_gather.
@@ -97,7 +97,9 @@ def dispatch(
         num_experts=num_experts,
         capacity=slots,
     )
-    results = _dispatch(view, static, x, experts.astype(jnp.int32), weights)
+    experts = experts.astype(jnp.int32)
+    experts = jnp.where(experts < 0, num_experts, experts)
+    results = _dispatch(view, static, x, experts, weights)
     rows, local, arrived_weights, (count, dropped, sent) = results
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
 

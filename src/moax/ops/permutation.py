@@ -93,7 +93,7 @@ def permute(
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
-      experts: [R, K], integers in [0, num_groups], split as x; `num_groups` means no expert. Or a routing map
+      experts: [R, K], integers, split as x; one outside of [0, num_groups) means no expert. Or a routing map
         [R, num_groups] of bool: whether each expert has a row of x.
       num_groups: the number of experts by which each shard sorts.
       weights: a weight of each assignment, floating point, in the shape of `experts`; None for none.
@@ -128,6 +128,7 @@ def permute(
         if top_k is not None:
             raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
         experts = experts.astype(jnp.int32)
+        experts = jnp.where(experts < 0, num_groups, experts)
     view = find_mesh_view(axes, engine, x)
     static = _make_spec(view, kernels, x, num_groups, align, capacity, map_top_k)
     if weights is None:
