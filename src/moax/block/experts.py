@@ -84,12 +84,16 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     tokens = Spec(p.axes.tokens, None)
     # XLA must not keep the rows that backward makes again.
     inputs, dy = lax.optimization_barrier((inputs, cotangents[0]))
-    # The first matmul reads wo. The gather of wo needs forward alone, so that XLA may start it before dy is there. The
-    # gather of wi starts behind it, and behind the scales of both.
+    # The first matmul reads wo. The gather of wo needs forward alone, so that XLA may start it before dy is there.
     wo_gather = GatherSpec(p.wo, "dgrad", after=(own,))
     gathered_wo = gather_weight(view, wo_gather, w.wo, quantized_wo, saved.plan.group_sizes)
+    # The gather of wi starts behind it, and behind the small gathers of the layer: a quantized wi when the scales of
+    # both have arrived, another wi when the inputs are there, which a layer under `jax.checkpoint` makes again.
+    known = cotangents[0]
+    if p.recipe.wi.w is None:
+        known = dy
     wi_gather = GatherSpec(p.wi, "dgrad", after=(tokens, own), scales_first=True)
-    gathered_wi = gather_weight(view, wi_gather, w.wi, quantized_wi, dy, gathered_wo.quantized)
+    gathered_wi = gather_weight(view, wi_gather, w.wi, quantized_wi, known, gathered_wo.quantized)
     gathered = (gathered_wi.operand, gathered_wo.operand)
     operands = BackwardOperands(inputs, w, gathered, saved, quantized, dy)
     dx, d_weights, *d_small, (d_wi, d_wo) = _backward_op(view, p, *operands)
