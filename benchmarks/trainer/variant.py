@@ -27,6 +27,8 @@ PROFILED = 2
 COMPILATION = 420  # the seconds that a compilation may take
 RUN = 300  # the seconds that the steps of a variant may take
 HLO = "step.hlo"  # the optimized program of a step, whose scopes tell the parts of a profile
+# A line that says why a process failed. MaxText logs the packages that it does without, with the error of each import.
+ERROR = re.compile(r"^(?!.*DECOUPLED NO-OP).*(Error|RESOURCE_EXHAUSTED|Check failed)")
 # The parts of a step by the scope or the name of a kernel. MaxText has no scopes of its own. The first pattern decides.
 PARTS = {
     "attention": r"cudnn|flash",
@@ -148,7 +150,7 @@ class Variant:
         if process.returncode:
             logs = (self.folder / "run.log", self.folder / "compile.log")
             text = "".join(log.read_text() for log in logs if log.exists()).splitlines()
-            errors = [line.strip() for line in text if "Error" in line or "RESOURCE_EXHAUSTED" in line]
+            errors = [line.strip() for line in text if ERROR.search(line)]
             self.why = (errors or text or ["no output"])[-1][:300]
 
     def compile(self, clock: Clock) -> None:

@@ -272,3 +272,12 @@ def test_a_resident_variant_that_does_not_compile_says_why(tmp_path, program, se
     one = make_resident(tmp_path, program)
     assert one.settle(variant.Clock(seconds)) is None
     assert why in one.why
+
+
+def test_a_package_that_maxtext_does_without_is_no_reason(tmp_path):
+    """Breaks if a row gives an import that failed as the reason why the process ended later."""
+    one = make_resident(tmp_path, "raise SystemExit(3)")
+    log = "[DECOUPLED NO-OP] dependency missing; using stub. (ModuleNotFoundError)\nF1127 Check failed: one\nleft\n"
+    (tmp_path / "run.log").write_text(log)
+    one.finish(one.start(resident=True), 60)
+    assert one.why == "F1127 Check failed: one"
