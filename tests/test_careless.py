@@ -97,7 +97,6 @@ WRONG = [
     *_with(ops.grouped_matmul, "preferred_element_type", (jnp.int32, "float99", jnp.float64), **MATMUL),
     *_with(ops.grouped_wgrad, "dy", (*NOT_ARRAYS, INTS), x=ROWS, group_sizes=SIZES),
     *_with(ops.grouped_wgrad, "group_sizes", (None, SIZES > 1), x=ROWS, dy=ROWS),
-    *_with(ops.sort_chunks, "order", (None, [0, 1], SIZES[:3], SIZES > 1), x=ROWS, sizes=SIZES),
     *_with(ops.permute, "x", (*NOT_ARRAYS, INTS), experts=IDS, num_groups=4),
     *_with(ops.permute, "weights", (*NOT_ARRAYS[1:], IDS, X), x=X, experts=IDS, num_groups=4),
     *_with(ops.permute, "top_k", (0, 2, "2"), x=X, experts=IDS, num_groups=4),
@@ -391,7 +390,6 @@ BACKWARD_ONLY = {
     "grouped_matmul": lambda x: ops.dense(x, np.ones((16, 4), np.float32)),
     "permute": lambda x: ops.permute(x, IDS, 4)[0],
     "unpermute": lambda x: ops.unpermute(jnp.concatenate([x, x]), ops.permute(X, IDS, 4)[1]),
-    "sort_chunks": lambda x: ops.sort_chunks(x, np.array([2, 4]), np.array([1, 0])),
     "dispatch": lambda x: ops.dispatch(x, IDS, np.ones((6, 2), np.float32), 4).rows,
     "combine": lambda x: ops.combine(x, ops.dispatch(X, IDS, np.ones((6, 2), np.float32), 4)),
 }

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
 from moax.kernels import xla
-from moax.ops import permute, sort_chunks, unpermute
+from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
@@ -582,95 +582,3 @@ def test_weights_go_with_their_rows(way, mapped):
     assert rel_error(d_weights, want_d) < 1e-6
     if way in ("explicit", "custom_partitioning"):
         assert p.under(lambda *args: collectives(p.fn, *args)) == []
-
-
-CHUNKS = 5
-
-
-def chunks_by_hand(x, sizes, order):
-    """The chunks in their order, then zeros."""
-    ends = np.cumsum(sizes)
-    chunks = [x[ends[i] - sizes[i] : ends[i]] for i in order]
-    rest = np.zeros((len(x) - int(ends[-1]), *x.shape[1:]), x.dtype)
-    return np.concatenate([*chunks, rest])
-
-
-def test_example_of_chunks():
-    """a, b, c, d and a row past the last chunk, by sizes (1, 0, 3) and order (2, 0, 1)."""
-    x = jnp.asarray([1.0, 2.0, 3.0, 4.0, jnp.nan])
-    got = sort_chunks(x, jnp.asarray([1, 0, 3]), jnp.asarray([2, 0, 1]))
-    np.testing.assert_array_equal(got, [2, 3, 4, 1, 0])
-
-
-@jax.jit
-def _sort_and_gradient(x, sizes, order, d_rows):
-    rows, pull = jax.vjp(lambda x: sort_chunks(x, sizes, order), x)
-    return rows, pull(d_rows)[0]
-
-
-@given(
-    st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS),
-    st.permutations(range(CHUNKS)),
-)
-def test_any_chunks(sizes, order):
-    """Breaks if a row lands elsewhere, a row past the last chunk is read, or the gradient is no inverse."""
-    x = random(0, ROWS, 2, 3)
-    d_rows = random(1, ROWS, 2, 3)
-    used = sum(sizes)
-    dirty = np.where(np.arange(ROWS)[:, None, None] < used, x, np.nan)
-    rows, dx = _sort_and_gradient(dirty, jnp.asarray(sizes), jnp.asarray(order), d_rows)
-    np.testing.assert_array_equal(rows, chunks_by_hand(x, sizes, order))
-    want = chunks_by_hand(d_rows, np.asarray(sizes)[list(order)], np.argsort(order))
-    np.testing.assert_array_equal(dx, want)
-
-
-@pytest.mark.parametrize(
-    "way",
-    some(("custom_partitioning", "explicit", "user_vma", "shard_map"), 1),
-)
-def test_each_shard_sorts_its_own_chunks(way):
-    """Breaks if chunks of one shard move rows of another, or anything is communicated."""
-    mesh = "2x4"
-    shards = size(mesh, *TOKENS)
-    rng = np.random.default_rng(2)
-    sizes = rng.integers(0, 5, (shards, CHUNKS)).astype(np.int32)
-    order = np.stack([rng.permutation(CHUNKS) for _ in range(shards)]).astype(np.int32)
-    x = random(3, ROWS * shards, 8)
-    d_rows = random(4, ROWS * shards, 8)
-    layout = spec(mesh, TOKENS)
-
-    def fn(x, sizes, order, engine):
-        return (sort_chunks(x, sizes, order, engine=engine), ())
-
-    p = program(
-        way,
-        mesh,
-        fn,
-        (x, sizes.reshape(-1), order.reshape(-1)),
-        (layout,) * 3,
-        layout,
-        cotangents=d_rows,
-    )
-    rows, _, (dx,) = p()
-    for s in range(shards):
-        mine = slice(ROWS * s, ROWS * (s + 1))
-        np.testing.assert_array_equal(rows[mine], chunks_by_hand(x[mine], sizes[s], order[s]))
-        np.testing.assert_array_equal(
-            dx[mine],
-            chunks_by_hand(d_rows[mine], sizes[s][order[s]], np.argsort(order[s])),
-        )
-    assert p.under(lambda *args: collectives(p.fn, *args)) == []
-
-
-def test_chunks_that_do_not_fit_and_none():
-    """Breaks if shapes that do not fit are not named; rows of no chunk, and no rows, are legal."""
-    with pytest.raises(ValueError, match=r"x, sizes, order have shapes \(4, 2\), \(3,\), \(2,\)"):
-        sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32))
-    with pytest.raises(
-        ValueError,
-        match="order has dtype float32; it must be an array of integers",
-    ):
-        sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(3))
-    none = jnp.zeros(0, jnp.int32)
-    np.testing.assert_array_equal(sort_chunks(jnp.ones((4, 2)), none, none), np.zeros((4, 2)))
-    assert sort_chunks(jnp.ones((0, 2)), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)).shape == (0, 2)

@@ -1,19 +1,13 @@
 """Permute: copies of received rows [R, H], sorted by expert, and weighted sums of the sorted rows [N, H].
 
-    permute:      rows[n] = x[gather_idx[n]]                        for the rows n of each group
-    unpermute:    y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
-    sort_chunks:  chunk j of the rows is chunk order[j] of x
+    permute:    rows[n] = x[gather_idx[n]]                        for the rows n of each group
+    unpermute:  y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
 
 With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
 gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)): row 0 of x goes to expert 1 as sorted row 2 and to
 expert 0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of
 `align`. `permute` writes 0 into padding, and `unpermute` reads no padding. Each shard sorts its own rows, so the ops do
 not communicate.
-
-With x = (a, b, c, d, -), sizes = (1, 0, 3) and order = (2, 0, 1), sort_chunks gives (b, c, d, a, 0). After an exchange
-the rows of a rank come in chunks by (source rank, expert); the order (expert, source rank) groups them by expert. Rows
-past the last chunk may hold anything, NaN included, and are 0 in the result. Transformer Engine calls it
-`sort_chunks_by_index`.
 
 Permute and unpermute are transposes of each other. dx is the unpermute of d_rows with weights 1. d_rows is the permute
 of dy, times the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
@@ -22,7 +16,6 @@ of dy, times the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from typing import Any
 
@@ -172,39 +165,6 @@ def unpermute(
     return _unpermute(view, static, rows, plan, weights)[0]
 
 
-def sort_chunks(
-    x: Float[Array, "M *C"],
-    sizes: Integer[Array, " chunks"],
-    order: Integer[Array, " chunks"],
-    *,
-    axes: Axes = Axes(),
-    engine: Engine = "auto",
-    kernels: str = "auto",
-) -> Float[Array, "M *C"]:
-    """Returns the chunks of x in another order: chunk j of the result is chunk order[j] of x.
-
-    Args:
-      x: [M, *C], floating point, M over (dp, fsdp, ep, cp). Weights [M] of the rows are sorted by a second call.
-      sizes: [chunks], integers, the rows of each chunk of x. On a mesh the sizes of all shards follow one another:
-        [shards * chunks], sharded like the rows.
-      order: [chunks], integers, each of [0, chunks) once; on a mesh as `sizes`, each shard with its own chunks.
-      axes, engine, kernels: see `moax.Options`.
-
-    Returns:
-      [M, *C] in x.dtype, 0 past the last chunk. It is differentiable in x.
-
-    Raises:
-      ValueError: the shapes do not fit.
-      Unsupported: the engine or the kernels that were chosen by name cannot run.
-    """
-    check_arrays("x [M, *C], sizes int [chunks], order int [chunks]", x, sizes, order)
-    view = find_mesh_view(axes, engine, x)
-    static = _make_spec(view, kernels, x, sizes.shape[0])
-    sizes = jnp.asarray(sizes).astype(jnp.int32)
-    order = jnp.asarray(order).astype(jnp.int32)
-    return _sort(view, static, x, sizes, order)[0]
-
-
 def _make_spec(
     view: MeshView,
     kernels: str,
@@ -214,9 +174,8 @@ def _make_spec(
     capacity=None,
     top_k=None,
 ) -> PermuteSpec:
-    """Returns the spec of an op that moves rows [M, *C]; no kernel moves no rows."""
-    width = math.prod(rows.shape[1:])
-    chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": width})
+    """Returns the spec of an op that moves rows [M, H]; no kernel moves no rows."""
+    chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": rows.shape[1]})
     if rows.size == 0:
         chosen_kernels = DEFAULT
     return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes, map_top_k=top_k)
@@ -373,39 +332,6 @@ def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
-def sort_forward(static: PermuteSpec, x, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
-    """Returns the chunks of x of one device, in another order."""
-    return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
-
-
-def sort_backward(static: PermuteSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
-    """Returns dx of one device: each chunk of d_rows, where it was in x."""
-    sizes_in_order = sizes[order]
-    starts_in_order = jnp.cumsum(sizes_in_order) - sizes_in_order
-    starts = jnp.zeros_like(sizes).at[order].set(starts_in_order, unique_indices=True)
-    return _move(static, d_rows, sizes, starts)
-
-
-def _move(static: PermuteSpec, x, sizes, starts):
-    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x."""
-    # With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
-    num_rows = x.shape[0]
-    num_chunks = sizes.shape[0]
-    ends = jnp.cumsum(sizes)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    chunk = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
-    chunk = jnp.minimum(chunk, max(num_chunks - 1, 0))
-    if num_chunks:
-        source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows
-        source = jnp.where(rows < ends[-1], source, num_rows)
-    else:
-        source = jnp.full_like(rows, num_rows)
-    with jax.named_scope("sort_chunks"):
-        columns = math.prod(x.shape[1:])
-        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, columns), source)
-    return moved.reshape(x.shape)
-
-
 def _save_permute(operands, results):
     _, (plan, _, ids) = results
     return plan, ids
@@ -422,11 +348,6 @@ def _pull_unpermute(run_grad, saved, cotangents):
     return d_rows, None, d_weights
 
 
-def _pull_sort(run_grad, saved, cotangents):
-    (dx,) = run_grad(*cotangents, *saved)
-    return dx, None, None
-
-
 _permute = with_gradient(
     "permute",
     Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
@@ -440,11 +361,4 @@ _unpermute = with_gradient(
     Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
     save=lambda operands, results: operands,
     pull=_pull_unpermute,
-)
-_sort = with_gradient(
-    "sort_chunks",
-    Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
-    Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
-    save=lambda operands, results: operands[1:],
-    pull=_pull_sort,
 )
