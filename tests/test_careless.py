@@ -99,7 +99,6 @@ WRONG = [
     *_with(ops.grouped_wgrad, "group_sizes", (None, SIZES > 1), x=ROWS, dy=ROWS),
     *_with(ops.permute, "x", (*NOT_ARRAYS, INTS), experts=IDS, num_groups=4),
     *_with(ops.permute, "weights", (*NOT_ARRAYS[1:], IDS, X), x=X, experts=IDS, num_groups=4),
-    *_with(ops.permute, "top_k", (0, 2, "2"), x=X, experts=IDS, num_groups=4),
     *_with(ops.permute, "experts", ([[0, 1]], None, X, IDS > 0, IDS[:3]), x=X, num_groups=4),
     *_with(ops.permute, "num_groups", NOT_COUNTS, x=X, experts=IDS),
     *_with(ops.permute, "capacity", NOT_COUNTS[1:], **PERMUTE),

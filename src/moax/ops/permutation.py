@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
@@ -42,7 +42,6 @@ class PermuteSpec:
     kernels: str
     axes: ResolvedAxes = ResolvedAxes()
     max_rows: int | None = None  # the most rows of one round; None sorts all rows in one round
-    map_top_k: int | None = None  # K where the experts are a routing map; None where they are ids
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
@@ -71,11 +70,10 @@ def permute(  # pyrefly: ignore[inconsistent-overload]
 
 def permute(
     x: Float[Array, "R H"],
-    experts: Integer[Array, "R K"] | Bool[Array, "R E"],
+    experts: Integer[Array, "R K"],
     num_groups: int,
     *,
-    weights: Float[Array, "R _"] | None = None,
-    top_k: int | None = None,
+    weights: Float[Array, "R K"] | None = None,
     align: int = 1,
     capacity: int | None = None,
     axes: Axes = Axes(),
@@ -86,12 +84,9 @@ def permute(
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
-      experts: [R, K], integers in [0, num_groups], split as x; `num_groups` means no expert. Or a routing map
-        [R, num_groups] of bool: whether each expert has a row of x.
+      experts: [R, K], integers in [0, num_groups], split as x; `num_groups` means no expert.
       num_groups: the number of experts by which each shard sorts.
-      weights: a weight of each assignment, floating point, in the shape of `experts`; None for none.
-      top_k: K of a map, the most experts of a row; None is `num_groups`. The last experts of a row beyond K are dropped
-        and counted.
+      weights: [R, K], floating point, the weight of each assignment; None for none.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
         arrivals first.
@@ -110,23 +105,14 @@ def permute(
     check_value("align", align, int)
     if capacity is not None:
         check_value("capacity", capacity, int)
-    if top_k is not None:
-        check_value("top_k", top_k, int)
-    map_top_k = None
-    if getattr(experts, "dtype", None) == jnp.bool_:
-        check_arrays("x [R, H], experts bool [R, E], weights? [R, E]", x, experts, weights, E=num_groups)
-        map_top_k = min(top_k or num_groups, num_groups)
-    else:
-        check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
-        if top_k is not None:
-            raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
-        experts = experts.astype(jnp.int32)
+    check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
+    experts = experts.astype(jnp.int32)
     view = find_mesh_view(axes, engine, x)
-    static = _make_spec(view, kernels, x, num_groups, align, capacity, map_top_k)
+    static = _make_spec(view, kernels, x, num_groups, align, capacity)
     if weights is None:
-        rows, (plan, _, _) = _permute(view, static, x, experts, None)
+        rows, (plan, _) = _permute(view, static, x, experts, None)
         return rows, plan
-    rows, (plan, row_weights, _) = _permute(view, static, x, experts, weights.astype(jnp.float32))
+    rows, (plan, row_weights) = _permute(view, static, x, experts, weights.astype(jnp.float32))
     return rows, row_weights.astype(weights.dtype), plan
 
 
@@ -172,13 +158,12 @@ def _make_spec(
     num_groups: int,
     align=1,
     capacity=None,
-    top_k=None,
 ) -> PermuteSpec:
     """Returns the spec of an op that moves rows [M, H]; no kernel moves no rows."""
     chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": rows.shape[1]})
     if rows.size == 0:
         chosen_kernels = DEFAULT
-    return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes, map_top_k=top_k)
+    return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes)
 
 
 def plan_rows(
@@ -306,40 +291,25 @@ def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
 
 
 def _permute_shards(static: PermuteSpec, x, experts, weights):
-    if static.map_top_k is None:
-        plan, row_weights = plan_rows(static, experts, weights)
-        return permute_forward(static, x, plan), (plan, row_weights, None)
-    count = experts.sum(1, dtype=jnp.int32)
-    sorted_ids = jnp.argsort(~experts, axis=1, stable=True)[:, : static.map_top_k].astype(jnp.int32)
-    is_chosen = jnp.arange(static.map_top_k, dtype=jnp.int32)[None] < count[:, None]
-    ids = jnp.where(is_chosen, sorted_ids, static.num_groups)
-    if weights is not None:
-        weights = jnp.take_along_axis(weights, ids, axis=1, mode="fill", fill_value=0)
-    dropped = jnp.maximum(count - static.map_top_k, 0).sum(dtype=jnp.int32)
-    plan, row_weights = plan_rows(static, ids, weights)
-    plan = dataclasses.replace(plan, dropped=plan.dropped + dropped)
-    return permute_forward(static, x, plan), (plan, row_weights, ids)
+    plan, row_weights = plan_rows(static, experts, weights)
+    return permute_forward(static, x, plan), (plan, row_weights)
 
 
-def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
+def _permute_grad_shards(static: PermuteSpec, plan, d_rows, d_row_weights):
     d_weights = None
     if d_row_weights is not None:
         d_weights = weights_from_rows(plan, d_row_weights)
-        if ids is not None:
-            rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-            zeros = jnp.zeros((len(ids), static.num_groups), jnp.float32)
-            d_weights = zeros.at[rows, ids].set(d_weights, mode="drop")
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
 def _save_permute(operands, results):
-    _, (plan, _, ids) = results
-    return plan, ids
+    _, (plan, _) = results
+    return plan
 
 
-def _pull_permute(run_grad, saved, cotangents):
-    d_rows, (_, d_row_weights, _) = cotangents
-    dx, d_weights = run_grad(*saved, d_rows, d_row_weights)
+def _pull_permute(run_grad, plan, cotangents):
+    d_rows, (_, d_row_weights) = cotangents
+    dx, d_weights = run_grad(plan, d_rows, d_row_weights)
     return dx, None, d_weights
 
 
@@ -351,7 +321,7 @@ def _pull_unpermute(run_grad, saved, cotangents):
 _permute = with_gradient(
     "permute",
     Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
-    Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, @n, n h, n -> r h, @r"),
+    Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, n h, n -> r h, r k"),
     save=_save_permute,
     pull=_pull_permute,
 )
