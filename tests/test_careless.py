@@ -95,8 +95,6 @@ WRONG = [
     *_with(ops.grouped_matmul, "align", (0, 2.0, "8", True), **MATMUL),
     *_with(ops.grouped_matmul, "w_spec", ("ep", ("ep", None), jax.sharding.PartitionSpec(*"abcd")), **MATMUL),
     *_with(ops.grouped_matmul, "preferred_element_type", (jnp.int32, "float99", jnp.float64), **MATMUL),
-    *_with(ops.grouped_wgrad, "dy", (*NOT_ARRAYS, INTS), x=ROWS, group_sizes=SIZES),
-    *_with(ops.grouped_wgrad, "group_sizes", (None, SIZES > 1), x=ROWS, dy=ROWS),
     *_with(ops.permute, "x", (*NOT_ARRAYS, INTS), experts=IDS, num_groups=4),
     *_with(ops.permute, "weights", (*NOT_ARRAYS[1:], IDS, X), x=X, experts=IDS, num_groups=4),
     *_with(ops.permute, "experts", ([[0, 1]], None, X, IDS > 0, IDS[:3]), x=X, num_groups=4),

@@ -33,7 +33,6 @@ from moax.kernels import Role, implementation, select_kernels
 from moax.kernels.groups import Packing
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
-from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import (
     FREE,
@@ -51,8 +50,6 @@ from moax.ops import weights
 from moax.ops.weights import GatherSpec, WeightLayout, WeightSpec, find_layout, lay_out_weight
 from moax.params import dense_spec_on
 from moax.recipe import Recipe, get_recipe
-
-NO_DERIVATIVE = "is the gradient of a weight, and has no derivative; differentiate grouped_matmul instead"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +112,8 @@ def grouped_matmul(
     if not view.manual:
         groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
         check_arrays("group_sizes int [groups]", group_sizes, groups=groups)
-    declared = _declared_spec(w_spec, w.ndim, view)
+    w_spec = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
+    declared = Spec(*w_spec, *[None] * (w.ndim - len(w_spec)))
     static = _make_spec(
         view,
         x.dtype,
@@ -184,69 +182,6 @@ def dense(
         bias = bias[None]
     y = _grouped_matmul(view, static, rows, w[None], None, bias)
     return unflatten_tokens(y, x, view)
-
-
-def grouped_wgrad(
-    x: Float[Array, "M K"],
-    dy: Float[Array, "M *C"],
-    group_sizes: Integer[Array, " groups"],
-    *,
-    recipe: str | Recipe | None = None,
-    align: int | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    w_spec: Spec | None = None,
-    axes: Axes = Axes(),
-    engine: Engine = "auto",
-    kernels: str = "auto",
-) -> Float[Array, "E K *C"]:
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], the gradient of a grouped matmul's weight.
-
-    Args:
-      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` splits it so.
-      dy: [M, *C], floating point, with the rows of x, a dim of *C over tp where `w_spec` splits it so.
-      preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
-      w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp
-        where `w_spec` does not name it.
-      group_sizes, recipe, align: as in `grouped_matmul`.
-
-    Returns:
-      dw: [E, K, *C], laid out by `w_spec`: summed over dp, and reduce-scattered over fsdp where the spec names it.
-
-    Raises:
-      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or dw cannot have the
-        layout `w_spec`.
-      Unsupported: the engine or the kernels that were chosen by name cannot run, or a derivative was asked for.
-    """
-    view = find_mesh_view(axes, engine, x, dy)
-    check_arrays("x [M, K], dy [M, *D, C], group_sizes int [groups]", x, dy, group_sizes)
-    shards = 1
-    if not view.manual:
-        shards = view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
-    if group_sizes.shape[0] % shards:
-        raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {shards} * E")
-    shape = (group_sizes.shape[0] // shards, x.shape[1], *dy.shape[1:])
-    declared = _declared_spec(w_spec, len(shape), view)
-    static = _make_spec(
-        view,
-        x.dtype,
-        shape,
-        declared,
-        recipe=recipe,
-        align=align,
-        preferred=preferred_element_type,
-        kernels=kernels,
-    )
-    if x.shape[0] == 0:
-        return jnp.zeros(shape, static.out)
-    _, operands = _wgrad.lay_out(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
-    return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
-
-
-def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
-    """Returns `w_spec` with an entry for each dim; without one, ep splits E and no other dim is split."""
-    spec = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, ndim)
-    return Spec(*spec, *[None] * (ndim - len(spec)))
 
 
 def _make_spec(
@@ -378,19 +313,6 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     return dx, d_bias, dw
 
 
-def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
-    """Returns dw [E, K, *C] of the shard of one device; it is a partial sum over dp."""
-    weight = static.weight
-    kernels = implementation(weight.kernels)
-    packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    _, contracted, *columns = layout.split
-    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
-    dy_cast = dy.astype(weight.dtype)
-    _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), direct=False)
-    dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
-    return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
-
-
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
     """Returns rows [M, ...] as operands of the matmul with w and of wgrad; `split` are the axes of the columns."""
     weight = static.weight
@@ -424,22 +346,9 @@ def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = 
     return OpSharding((x, layout.spec, sizes, y, whole), (x, bias, dw), reduce, layout)
 
 
-def _wgrad_sharding(static: GroupedSpec, operands, operand_specs) -> OpSharding:
-    layout = find_layout(static.weight)
-    rows = static.weight.axes.tokens
-    _, contracted, *columns = layout.split
-    specs = (Spec(rows, contracted), Spec(rows, *columns), Spec(rows))
-    return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
-
-
 def _backward_rule(static: GroupedSpec, operands) -> str:
     dw = "@" if static.apart else "e h *d"
     return f"m k, e h *d, @, m *c, @ -> m k, b *c, {dw}"
-
-
-def _wgrad_rule(static: GroupedSpec, operands) -> str:
-    columns = " ".join(f"d{i}" for i in range(operands[1].ndim - 1))
-    return f"m k, m *c, @ -> e h {columns}"
 
 
 # The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.
@@ -450,4 +359,3 @@ _matmul_grad = Op(
     _backward_rule,
     sharding=functools.partial(_sharding, backward=True),
 )
-_wgrad = Op("grouped_wgrad", wgrad_forward, _wgrad_rule, sharding=_wgrad_sharding)
