@@ -94,7 +94,6 @@ WRONG = [
     *_with(ops.grouped_matmul, "bias", ([0.0], np.ones((4, 8), np.int32), np.ones(8, np.float32)), **MATMUL),
     *_with(ops.grouped_matmul, "align", (0, 2.0, "8", True), **MATMUL),
     *_with(ops.grouped_matmul, "w_spec", ("ep", ("ep", None), jax.sharding.PartitionSpec(*"abcd")), **MATMUL),
-    *_with(ops.grouped_matmul, "preferred_element_type", (jnp.int32, "float99", jnp.float64), **MATMUL),
     *_with(ops.permute, "x", (*NOT_ARRAYS, INTS), experts=IDS, num_groups=4),
     *_with(ops.permute, "weights", (*NOT_ARRAYS[1:], IDS, X), x=X, experts=IDS, num_groups=4),
     *_with(ops.permute, "experts", ([[0, 1]], None, X, IDS > 0, IDS[:3]), x=X, num_groups=4),

@@ -58,8 +58,6 @@ class GroupedSpec:
 
     weight: WeightSpec
     align: int  # each group starts at a multiple of so many rows
-    out: np.dtype  # of y
-    product: np.dtype  # of a matmul before it is rounded to y
     # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
     # knows over which dims tp splits w, and so the shape of a gathered weight.
     apart: bool
@@ -73,7 +71,6 @@ def grouped_matmul(
     *,
     recipe: str | Recipe | None = None,
     align: int | None = None,
-    preferred_element_type: DTypeLike | None = None,
     w_spec: Spec | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -92,19 +89,18 @@ def grouped_matmul(
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
-      preferred_element_type: the dtype of y, to which a sum is rounded once; None means the dtype of x.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w is its spec. The default splits E over ep and no other dim.
       axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
         for `jnp.dot`.
 
     Returns:
-      y: [M, *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+      y: [M, *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
       ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or w has a layout that
         cannot be gathered.
-      Unsupported: the engine or the kernels chosen by name cannot run. `xla` alone computes a y that is wider than x.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     view = find_mesh_view(axes, engine, x, w)
     rule = "x [M, K], w [E, K, *D, C], group_sizes int [groups], bias? [E, *D, C]"
@@ -121,7 +117,6 @@ def grouped_matmul(
         declared,
         recipe=recipe,
         align=align,
-        preferred=preferred_element_type,
         kernels=kernels,
         grad_reduce=grad_reduce_dtype,
     )
@@ -134,7 +129,6 @@ def dense(
     bias: Float[Array, "*C"] | None = None,
     *,
     recipe: str | Recipe | None = None,
-    preferred_element_type: DTypeLike | None = None,
     w_spec: Spec | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -149,10 +143,10 @@ def dense(
       w: [K, *C], floating point. Dims over tp stay split, and dims over fsdp or ep are gathered.
       bias: [*C], split over tp where *C of w is, and replicated over the other axes.
       w_spec: the default is `moax.params.dense_spec` of w's shape, and inside a `shard_map` a replicated w.
-      recipe, preferred_element_type, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
+      recipe, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
 
     Returns:
-      y: [..., *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+      y: [..., *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
       ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
@@ -172,7 +166,6 @@ def dense(
         (1, *w.shape),
         declared,
         recipe=recipe,
-        preferred=preferred_element_type,
         kernels=kernels,
         grad_reduce=grad_reduce_dtype,
         added_dims=1,
@@ -191,7 +184,6 @@ def _make_spec(
     declared: Spec,
     *,
     recipe: str | Recipe | None,
-    preferred: DTypeLike | None,
     kernels: str,
     align: int | None = None,
     grad_reduce: DTypeLike | None = None,
@@ -205,11 +197,6 @@ def _make_spec(
     check_value("align", align, int)
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
-    out = dtype
-    if preferred is not None:
-        check_value("preferred_element_type", preferred, jnp.floating)
-        out = np.dtype(preferred)
-    product = out if out == dtype else np.dtype(np.float32)
     name = "w"
     split: Sequence[Names] = [()] * len(shape)
     if not view.manual:
@@ -221,13 +208,13 @@ def _make_spec(
         declared=declared,
         axes=view.axes,
         recipe=recipe,
-        kernels=select_kernels(kernels, product, **widths),
+        kernels=select_kernels(kernels, dtype, **widths),
         dtype=dtype,
         grad_reduce=reduce,
         added_dims=added_dims,
     )
     apart = view.engine != "custom_partitioning" or not view.axes.tp
-    return GroupedSpec(weight, align, out, product, apart)
+    return GroupedSpec(weight, align, apart)
 
 
 def _grouped_matmul(
@@ -240,7 +227,7 @@ def _grouped_matmul(
 ):
     """Runs `grouped_matmul`. With `group_sizes` None one group holds all rows."""
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
-        sums = x.sum(1).astype(static.out)
+        sums = x.sum(1)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
     _, (*operands, _) = _matmul.lay_out(view, static, x, w, group_sizes, bias, None)
     return _differentiable_matmul(view, static, *operands)
@@ -264,7 +251,6 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     gathered = None
     if static.apart:
         gathered = weights.gather_weight(view, GatherSpec(static.weight, "dgrad"), w, None).operand
-    dy = dy.astype(static.weight.dtype)
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
     if static.apart:
         dw = weights.scatter_gradient(view, static.weight, dw, w)
@@ -285,9 +271,9 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
     if bias is not None:
         bias = mask_to_first_rank(bias, contracted)
-    y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.product, bias))
+    y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.weight.dtype, bias))
     columns = layout.whole_shape(w.shape, static.weight.axes)[2:]
-    return (y.astype(static.out).reshape(-1, *columns),)
+    return (y.reshape(-1, *columns),)
 
 
 def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, dy, gathered):
