@@ -121,7 +121,6 @@ def test_bits_are_those_of_two_kernels(name, widths):
             act,
             get_recipe(None),
             groups,
-            weights=None,
             amax_over=(),
         )
         two = jax.vmap(fused)(jnp.stack([x, -x]), jnp.stack([w, -w]))

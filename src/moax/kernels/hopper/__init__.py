@@ -381,21 +381,20 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any,
-    amax_over: Names,
-) -> Any:  # fmt: skip
-    """Returns the Operand of act(h) times the weight of each row; XLA computes what the kernels do not know."""
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, amax_over: Names
+) -> Any:
+    """Returns the Operand of act(h); XLA computes what the kernels do not know."""
     gated = h.shape[1] == 2
     flat = h.reshape(h.shape[0], -1)
     with jax.named_scope("activate"):
         if not supports_activation(act, gated):
-            a = xla.activate(h, act, FULL, groups, weights=weights, amax_over=())
+            a = xla.activate(h, act, FULL, groups, amax_over=())
             a = zero_rows(a, groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
             format = cast(Format, recipe.x)
-            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
+            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, format=format)
         else:
-            a = activation.activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
+            a = activation.activate_rows(flat, groups.blocks, act, gated=gated)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
 
 
