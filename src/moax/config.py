@@ -205,9 +205,7 @@ class Options:
         rows travel, forward keeps none in any case.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
-        dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
-        once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
-        has the dtype of the parameter.
+        dtype. Where the caller's own `shard_map` sums over dp, that sum has the dtype of the parameter.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
