@@ -222,8 +222,7 @@ class TrainConfig:
         metavar="X",
     )
     grad_reduce_dtype: str | None = setting(
-        "how gradients of weights are summed: float32, bfloat16, or bfloat16_sum_float32, which sends 2 bytes and sums "
-        "in float32; by default as activations",
+        "the dtype in which gradients of weights are summed, float32 or bfloat16; by default that of activations",
         None,
         metavar="DTYPE",
     )

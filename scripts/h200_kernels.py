@@ -143,12 +143,12 @@ def with_blocks(fn: Callable, *arguments, **options) -> Callable:
     return lambda *args: fn(*args[:-1], make_blocks(args[-1], ROWS), *arguments, **options)
 
 
-def with_weights(fn: Callable, **options) -> Callable:
-    """Returns a kernel of SwiGLU as a function of its operands, the weights of rows, and the group sizes."""
+def with_weights(fn: Callable) -> Callable:
+    """Returns the gradient of SwiGLU as a function of its operands, the weights of rows, and the group sizes."""
 
     def run(*args):
         *operands, weights, sizes = args
-        return fn(*operands, make_blocks(sizes, ROWS), swiglu, weights=weights, **options)
+        return fn(*operands, make_blocks(sizes, ROWS), swiglu, weights=weights)
 
     return run
 
@@ -253,8 +253,8 @@ def kernels(
         h = ((ROWS, 2 * width), BF16)
         d_a = x
         weights = ((ROWS,), F32)
-        activate = with_weights(activation.activate_rows, gated=True)
-        yield f"activate_rows {width}", activate, [h, weights, sizes]
+        activate = with_blocks(activation.activate_rows, swiglu, gated=True)
+        yield f"activate_rows {width}", activate, [h, sizes]
         activate_grad = with_weights(activation.activate_grad_rows)
         yield f"activate_grad_rows {width}", activate_grad, [h, d_a, weights, sizes]
         if width % BLOCK == 0:

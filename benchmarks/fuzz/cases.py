@@ -124,7 +124,7 @@ def draw(seed: int, tiny: bool = False) -> Case:
         experts = 1 + experts % 16
     top_k = int(rng.integers(1, min(8, experts) + 1))
     activation = str(rng.choice(list(GATED if chance(0.6) else UNGATED)))
-    weights_at: Any = str(rng.choice(["output", "hidden", "input"], p=[0.5, 0.25, 0.25]))
+    weights_at: Any = str(rng.choice(["output", "input"], p=[0.75, 0.25]))
     score: Any = str(rng.choice(["softmax", "sigmoid", "sqrt_softplus"]))
     order: Any = "topk_then_score" if top_k > 1 and chance(0.3) else "score_then_topk"
     router = moax.RouterConfig(score=score, order=order)

@@ -129,9 +129,8 @@ class MoEConfig:
         sum of their outputs back to H. The router and the shared expert read x itself. None: experts read x.
       capacity_factor: None drops no assignment. A number limits the expert-sorted rows of a rank to this multiple of
         the balanced load T K. The busiest experts lose the rows beyond the limit, and `MoEStats.dropped` counts them.
-      weights_at: the place where the routing weights multiply: an expert's `output`, its `hidden` activation before the
-        second matmul, or its `input` (Llama 4). `output` and `hidden` give the same function with different rounding.
-        `input` is another function, expert(weight x), and experts with biases cannot have it.
+      weights_at: the place where the routing weights multiply: an expert's `output`, or its `input` (Llama 4), which is
+        another function, expert(weight x), and which experts with biases cannot have.
 
     Raises:
       ValueError: a field has a value that it cannot have, or K does not fit the router. The message names the field.
@@ -146,7 +145,7 @@ class MoEConfig:
     router: RouterConfig = RouterConfig()
     shared_d_ff: int = 0
     capacity_factor: float | None = None
-    weights_at: Literal["output", "hidden", "input"] = "output"
+    weights_at: Literal["output", "input"] = "output"
     shared_gate: bool = False
     activation_limit: float | None = None
     d_latent: int | None = None
@@ -206,9 +205,7 @@ class Options:
         rows travel, forward keeps none in any case.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
-        dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
-        once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
-        has the dtype of the parameter.
+        dtype. Where the caller's own `shard_map` sums over dp, that sum has the dtype of the parameter.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.

@@ -167,7 +167,7 @@ def moe(
     Args:
       x: [..., H], floating point.
       params: see `MoEParams`.
-      config: see `MoEConfig`. `weights_at` of `output` and `hidden` is the same here, because nothing is rounded.
+      config: see `MoEConfig`.
       experts: [T, K], experts in place of the router's choice, and weights [T, K] in place of its weights.
       sequences: [T], the sequence of each token, for `config.router.sequence_aux_loss`.
       kept: [T, K], whether each assignment found room; the others add nothing to y. None keeps all.

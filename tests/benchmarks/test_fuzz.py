@@ -29,7 +29,7 @@ def test_cases_are_of_every_kind():
         assert len({getattr(case, name) for case in drawn}) == kinds, name
     configs = [case.config for case in drawn]
     assert len({c.activation for c in configs}) == len((*cases.GATED, *cases.UNGATED))
-    assert {c.weights_at for c in configs} == {"output", "hidden", "input"}
+    assert {c.weights_at for c in configs} == {"output", "input"}
     widths = {width for c in configs for width in (c.d_model, c.d_ff)}
     assert widths >= {32 * n for n in range(1, 17)} and max(widths) == 4096
     assert max(c.num_experts for c in configs) > 200 and max(case.tokens for case in drawn) > 3000

@@ -107,15 +107,15 @@ def test_tune_keeps_the_fastest_tiles(home, monkeypatch, capsys):
     path = keep(home, json.dumps({H200: {"slow": [64, 2]}, "cpu": {"of": [64, 2]}}))
 
     def measured(problem, op, direction):
-        return (key, [128, 5, 8, 1, 2], 2.0, 1.5) if direction == "fwd" else ("slow", [64, 1], 2.0, 1.0)
+        return (key, [128, 5, 8, 2, 1], 2.0, 1.5) if direction == "fwd" else ("slow", [64, 1], 2.0, 1.0)
 
     pretend(monkeypatch)
     monkeypatch.setattr(tune, "tune", measured)
     monkeypatch.setattr(tune, "Problem", lambda case: case)
     assert tune.main(["--only", "mixtral", "--ops", "matmul,wgrad"]) == 0
-    said = "mixtral matmul fwd: tile [128, 5, 8, 1, 2] takes 2 us; the heuristic's tile takes 1.500 times as long"
+    said = "mixtral matmul fwd: tile [128, 5, 8, 2, 1] takes 2 us; the heuristic's tile takes 1.500 times as long"
     assert said in capsys.readouterr().out
-    assert json.loads(path.read_text()) == {H200: {key: [128, 5, 8, 1, 2]}, "cpu": {"of": [64, 2]}}
+    assert json.loads(path.read_text()) == {H200: {key: [128, 5, 8, 2, 1]}, "cpu": {"of": [64, 2]}}
     assert tiles.TABLE.read_bytes() == before
     assert tiles.pick_tile(*SHAPE, H200) == TileConfig(128, 5)
 
@@ -125,7 +125,7 @@ def test_user_table_goes_before_the_packaged_one(home):
     packaged = tiles.load(tiles.TABLE)
     assert tiles.read_table() == packaged and not (home / ".cache").exists()
     key = next(iter(packaged[H200]))
-    mine = {tiles.tile_key(*SHAPE): [128, 5], key: [64, 3, 8, 1, 2]}
+    mine = {tiles.tile_key(*SHAPE): [128, 5], key: [64, 3, 8, 2, 1]}
     keep(home, json.dumps({H200: mine, "another": {"matmul K1 N1 R1": [64, 2]}}))
     tiles.read_table.cache_clear()
     assert tiles.pick_tile(*SHAPE, H200) == TileConfig(128, 5)

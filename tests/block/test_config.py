@@ -53,7 +53,7 @@ def test_sizes_are_counts(name, value):
             "'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'",
         ),
         ("activation", None, "one of"),
-        ("weights_at", "early", "'output', 'hidden', 'input'"),
+        ("weights_at", "hidden", "'output', 'input'"),
         *[(name, value, "True or False") for name in ("use_bias", "shared_gate") for value in NOT_FLAGS],
         *[("activation_limit", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],
         *[("shared_d_ff", value, "an int of at least 0") for value in (-1, 1.5, "0", None, True)],

@@ -35,7 +35,7 @@ CASES = [
     ("2x4", "custom_partitioning", True, BASE, {}),
     ("tp2x2x2", "explicit", False, BASE, {}),
     ("2x4", "custom_partitioning", True, BASE, dict(buffer_factor=0.3, exchange="all_to_all")),
-    ("none", "none", True, dataclasses.replace(BASE, weights_at="hidden"), dict(save_rows=False)),
+    ("none", "none", True, BASE, dict(save_rows=False)),
     ("none", "none", False, PLAIN, dict(buffer_factor=0.4)),
 ]
 

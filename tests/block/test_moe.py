@@ -43,7 +43,7 @@ from support.oracle.block import block as block_by_numpy
 WIDE = dataclasses.replace(BASE, d_model=256, d_ff=256)
 VARIANTS = {
     "full": dataclasses.replace(WIDE, shared_d_ff=64),
-    "early": dataclasses.replace(WIDE, shared_d_ff=0, weights_at="hidden", d_latent=128),
+    "latent": dataclasses.replace(WIDE, shared_d_ff=0, d_latent=128),
     "plain": dataclasses.replace(
         WIDE,
         shared_d_ff=0,
@@ -67,8 +67,8 @@ COVER = Table(
     [
         ("tp2x2x2", "custom_partitioning", "all_gather", "model", "fp8_block", "full", 1.25),
         ("tp2x2x2", "explicit", "all_gather", "experts", None, "plain", 1.25),
-        ("8x1", "custom_partitioning", "all_to_all", "model", None, "early", SMALL),
-        ("1x8", "user", "all_gather", "experts", "mxfp8", "early", 1.25),
+        ("8x1", "custom_partitioning", "all_to_all", "model", None, "latent", SMALL),
+        ("1x8", "user", "all_gather", "experts", "mxfp8", "latent", 1.25),
         ("4x2", "shard_map", "all_gather", "experts", "fp8_tensor", "plain", 1.25),
         ("2x4", "user_vma", "all_to_all", "model", None, "plain", SMALL),
         ("dp2x2x2", "user", "all_to_all", "model", "fp8_tensor", "full", 1.25),
@@ -78,7 +78,7 @@ COVER = Table(
     # Blocks along rows are those of a pass: in several passes the gradients of weights are other numbers. Where types
     # do not vary, the gradient of latent rows is a partial sum over tp until the caller's shard_map adds it up.
     possible=lambda mesh, way, recipe, variant, buffer_factor, **_: (
-        recipe is None or (buffer_factor != SMALL and (mesh[:2], way, variant) != ("tp", "user", "early"))
+        recipe is None or (buffer_factor != SMALL and (mesh[:2], way, variant) != ("tp", "user", "latent"))
     ),
 )
 
@@ -101,8 +101,8 @@ def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, buffer_factor)
 @pytest.mark.more
 def test_latent_rows_where_types_do_not_vary():
     """Breaks if the gradient of latent rows, rounded on each rank of tp before the sum, errs by more than rounding."""
-    got = block("user", "tp2x2x2", VARIANTS["early"], fsdp_dim="experts", recipe="fp8_block")()
-    want = expected(VARIANTS["early"], "fp8_block", "tp2x2x2")
+    got = block("user", "tp2x2x2", VARIANTS["latent"], fsdp_dim="experts", recipe="fp8_block")()
+    want = expected(VARIANTS["latent"], "fp8_block", "tp2x2x2")
     check_outputs(got[0], want, QUANTIZED)
     # latent_down reaches 2.2e-2, and QUANTIZED is the bound where the sum is rounded.
     check_gradients(*got[1], want, 3e-2)
@@ -127,7 +127,6 @@ ROUTERS = {
 OPTIONS = {
     **{name: dict(router=router) for name, router in ROUTERS.items()},
     **{name: dict(activation=name) for name in ("geglu", "swiglu_oai", "silu", "gelu", "relu2")},
-    "hidden": dict(weights_at="hidden"),
     "input": dict(weights_at="input", use_bias=False),
     "shared_gate": dict(shared_gate=True),
     "limit": dict(activation_limit=0.5),
@@ -146,7 +145,7 @@ TOGETHER = [
     ("sigmoid", "silu"),
     ("groups", "gelu"),
     ("max", "relu2"),
-    ("logits_bias", "hidden"),
+    ("logits_bias",),
     ("top1", "odd"),
     ("plain",),
     ("all",),
@@ -181,7 +180,6 @@ def test_options_on_one_device(names):
             ("shared_gate", "user"),
             ("input", "explicit"),
             ("swiglu_oai", "user"),
-            ("hidden", "custom_partitioning"),
             ("groups", "explicit"),
             ("expert_scale", "user_vma"),
             ("shared_gate", "shard_map"),

@@ -268,7 +268,6 @@ def test_training_step_with_donation():
 
 UPSTREAM = {
     "softmax": {},
-    "early weights": dict(weights_at="hidden"),
     "sigmoid": dict(router=moax.RouterConfig(score="sigmoid", aux_loss=1e-2)),
     "sigmoid, strong bias": dict(router=moax.RouterConfig(score="sigmoid", bias=True)),
 }

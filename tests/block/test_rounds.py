@@ -187,9 +187,9 @@ def test_a_worst_case_that_fits_compiles_no_loop():
 
 
 @pytest.mark.more
-def test_without_biases_weighted_early():
+def test_without_biases():
     """Breaks if what a config leaves out has a gradient to sum."""
-    config = dataclasses.replace(BASE, use_bias=False, weights_at="hidden")
+    config = dataclasses.replace(BASE, use_bias=False)
     check(block("none", "", config, buffer_factor=0.1)(), expected(config), ONE_DEVICE)
 
 

@@ -87,30 +87,22 @@ def check(got, want, format=None, use="dgrad", used=HALVES):
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "weighted", "format"),
-    some([("swiglu_oai", 96, False, None), ("swiglu", 256, True, E4M3), ("geglu", 128, False, E5M2),
-          ("gelu", 192, True, None), ("swiglu", 128, True, None), ("swiglu_oai", 128, True, POW2),
-          ("relu2", 128, False, E4M3)], 3),
+    ("name", "width", "format"),
+    some([("swiglu_oai", 96, None), ("swiglu", 256, E4M3), ("geglu", 128, E5M2), ("gelu", 192, None),
+          ("swiglu", 128, None), ("swiglu_oai", 128, POW2), ("relu2", 128, E4M3)], 3),
 )  # fmt: skip
-def test_activate(name, width, weighted, format):
-    """Gate and up that change places, a tile that straddles them, a weight of another row, padding not zeroed."""
-    h, _, weights = inputs(name, width)
+def test_activate(name, width, format):
+    """Gate and up that change places, a tile that straddles them, padding not zeroed."""
+    h, _, _ = inputs(name, width)
 
-    def run(h, sizes, weights):
-        settings = dict(gated=TAKES_GATE[name], weights=weights if weighted else None)
+    def run(h, sizes):
+        gated = TAKES_GATE[name]
         if format is None:
-            return kernels.activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], **settings)
-        return kernels.activate_quantize(
-            h,
-            make_blocks(sizes, ROWS),
-            ACTS[name],
-            **settings,
-            format=format,
-        )
+            return kernels.activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], gated=gated)
+        return kernels.activate_quantize(h, make_blocks(sizes, ROWS), ACTS[name], gated=gated, format=format)
 
-    got = interpret(run, h, SIZES, weights)
-    a = activate(grouped(h, name), name)
-    check(got, scale_rows(a, weights, GROUPS) if weighted else a, format)
+    got = interpret(run, h, SIZES)
+    check(got, activate(grouped(h, name), name), format)
     assert format is None or got.scale.shape == (width // 128, ROWS)
 
 
@@ -196,11 +188,10 @@ def test_lowers_for_cuda(name, width):
         backward.append((kernels.activate_grad_quantize, dict(of_a=pow2, of_h=pow2)))
     for fn in forward:
 
-        def run(h, s, w, fn=fn):
-            return fn(h, make_blocks(s, 512), act, gated=gated, weights=w)
+        def run(h, s, fn=fn):
+            return fn(h, make_blocks(s, 512), act, gated=gated)
 
-        lower(run, h, sizes, weights)
-        lower(run, h, sizes, None)
+        lower(run, h, sizes)
     for fn, how in backward:
 
         def run(h, d, s, w, fn=fn, how=how):
@@ -221,21 +212,21 @@ def test_fall_back_to_xla(caplog):
     d_a = jnp.asarray(d_a, jnp.bfloat16)
     weights = jnp.asarray(real, jnp.float32) / 2
     log_once.cache_clear()
-    settings = dict(weights=weights, amax_over=())
     with caplog.at_level(logging.WARNING):
-        a = hopper.activate(h, act, FULL, groups, **settings)
+        a = hopper.activate(h, act, FULL, groups, amax_over=())
         back, d_h, _, inner = hopper.activate_grad_quantize(
             h,
             d_a,
             act,
             Recipes(),
             groups,
-            **settings,
+            weights=weights,
+            amax_over=(),
         )
     wide, d_wide = (zero_rows(v, groups.real).astype(jnp.float32) for v in (h[:, 0], d_a))
     want, pull = jax.vjp(jax.nn.mish, wide)
     for got, wanted in (
-        (a, want / 2),
+        (a, want),
         (back, want / 2),
         (d_h.reshape(256, -1), pull(d_wide / 2)[0]),
     ):

@@ -58,11 +58,11 @@ def test_copies(rows, columns, width, column, dtype):
     np.testing.assert_array_equal(got, whole[:, column : column + columns])
 
 
-@pytest.mark.parametrize(("swizzle", "cluster"), [(64, 1), (128, 2)])
-def test_stages_that_hold_no_gathered_rows(swizzle, cluster):
+@pytest.mark.parametrize(("swizzle", "stages"), [(64, 4), (128, 2)])
+def test_stages_that_hold_no_gathered_rows(swizzle, stages):
     """Breaks if a product waits forever for its stages, or reads another swizzle, rather than that it refuses."""
     with pytest.raises(Unsupported, match="a gather has"):
-        gather.check_gather(swizzle, TileConfig(256, 4, cluster=cluster))
+        gather.check_gather(swizzle, TileConfig(256, stages))
 
 
 FEW = {"some": (300, 0, 1, 129, 257, 0), "one": (0, 0, 1500, 0, 0, 0), "none": (0,) * 6}

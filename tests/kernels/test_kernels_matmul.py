@@ -1,6 +1,6 @@
 """The kernels of products, in interpret mode on small cases.
 
-Covers: products and both gradients, bf16 and FP8, x tiles x clusters.
+Covers: products and both gradients, bf16 and FP8, x tiles.
 """
 
 import jax.numpy as jnp
@@ -67,10 +67,10 @@ def test_blocks_hold_every_row_once(sizes, align):
 
 
 @pytest.mark.parametrize(
-    "transpose, cluster, align",
-    some([(False, 1, 64), (True, 2, 128), (False, 2, 64), (True, 1, 64)], 2),
+    "transpose, align",
+    some([(False, 64), (True, 128), (True, 64), (False, 128)], 2),
 )
-def test_grouped_matmul(transpose, cluster, align):
+def test_grouped_matmul(transpose, align):
     """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages, a bias
     whose columns end inside a tile; groups at multiples of 64, whose last blocks reach into the next group, or of 128.
     A consumer without rows stores nothing."""
@@ -80,7 +80,7 @@ def test_grouped_matmul(transpose, cluster, align):
     x[~real] = np.nan
     x = jnp.asarray(x, jnp.bfloat16)
     w = jnp.asarray(w, jnp.bfloat16)
-    tile = TileConfig(64, 2, 2, cluster)
+    tile = TileConfig(64, 2, 2)
     bias = random(2, len(SIZES), 160)
     options = dict(transpose=transpose, out_dtype=jnp.float32)
     got = interpret(
@@ -109,15 +109,15 @@ def test_waves_take_each_round_once(waves):
 
 
 @pytest.mark.parametrize(
-    "op, waves, cluster",
-    some([("wgrad", 3, 1), ("matmul", 3, 2), ("wgrad_fp8", 2, 2)], 1),
+    "op, waves",
+    some([("wgrad", 3), ("matmul", 3), ("wgrad_fp8", 2)], 1),
 )
-def test_waves_leave_the_bits(op, waves, cluster):
+def test_waves_leave_the_bits(op, waves):
     """Breaks if a product differs in a bit, or a tile is left out, where its tiles are handed out in several waves."""
     blocks, _, real = layout()
 
     def product(waves):
-        tile = TileConfig(64, 2, 2, cluster, waves=waves)
+        tile = TileConfig(64, 2, 2, waves=waves)
         if op == "matmul":
             x = jnp.asarray(random(0, ROWS, 64), jnp.bfloat16)
             w = jnp.asarray(random(1, 4, 64, 384), jnp.bfloat16)
@@ -152,9 +152,8 @@ def total_of(add: bool, rows: int = 128):
     some(
         [
             (TileConfig(64, 2, 2), False, 64),
-            (TileConfig(64, 2, 2, cluster=2), True, 64),
+            (TileConfig(64, 2, 2), True, 128),
             (TileConfig(64, 2, 2, products=2), True, 128),
-            (TileConfig(64, 2, 2, cluster=2), False, 128),
             (TileConfig(64, 2, 2, products=2), False, 64),
         ],
         2,
@@ -197,10 +196,10 @@ def expand(scale, *along):
 
 
 @pytest.mark.parametrize(
-    ("tile_n", "cluster", "dtype"),
-    some([(192, 1, E5M2), (128, 2, E4M3), (128, 1, E4M3)], 1),
+    ("tile_n", "dtype"),
+    some([(192, E5M2), (128, E4M3)], 1),
 )
-def test_grouped_matmul_fp8(tile_n, cluster, dtype):
+def test_grouped_matmul_fp8(tile_n, dtype):
     """Each 128 x 128 block of the weight and each 1 x 128 block of a row has a scale of its own: none is mixed up."""
     blocks, group, real = layout()
     k, n = 256, 384
@@ -208,7 +207,7 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     sx = scales(1, k // BLOCK, ROWS)
     w = quantized(2, len(SIZES), n, k)
     sw = scales(3, len(SIZES), n // BLOCK, k // BLOCK)
-    tile = TileConfig(tile_n, 2, 2, cluster)
+    tile = TileConfig(tile_n, 2, 2)
     options = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32)
     bias = random(4, len(SIZES), n) * 1e3
 
@@ -223,17 +222,17 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "consumers", "add"),
-    some([(2, 2, False), (1, 3, True), (1, 2, True), (1, 3, False)], 1),
+    ("consumers", "add"),
+    some([(3, True), (2, False), (2, True), (3, False)], 1),
 )
-def test_grouped_wgrad_fp8(cluster, consumers, add):
+def test_grouped_wgrad_fp8(consumers, add):
     """Each 128 rows of each column have a scale of their own, in both operands; the sum is added to a total."""
     blocks, group, real = layout()
     x = quantized(0, 128, ROWS, dtype=E4M3) * jnp.asarray(real[None], E4M3)
     dy = quantized(1, 128, ROWS, dtype=E5M2) * jnp.asarray(real[None], E5M2)
     sx = scales(2, ROWS // BLOCK, 128)
     sdy = scales(3, ROWS // BLOCK, 128)
-    tile = TileConfig(64, 2, 2, cluster, consumers)
+    tile = TileConfig(64, 2, 2, consumers)
     total = total_of(add)
     options = dict(out_dtype=jnp.float32)
 

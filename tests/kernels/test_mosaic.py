@@ -252,7 +252,7 @@ def test_dense(mosaic, rows, recipe):
 
 BLOCKS = {
     "swiglu": dict(d_model=256, d_ff=128, num_experts=4, top_k=2),
-    "hidden": dict(d_model=128, d_ff=256, num_experts=4, top_k=3, weights_at="hidden"),
+    "top 3": dict(d_model=128, d_ff=256, num_experts=4, top_k=3),
     "relu2": dict(d_model=256, d_ff=384, num_experts=8, top_k=1, activation="relu2"),
     "capacity": dict(d_model=256, d_ff=128, num_experts=8, top_k=2, capacity_factor=0.75),
     "oai": dict(
@@ -281,7 +281,7 @@ SHORT_BLOCKS = [
     ("narrow", "fp8_block", ""),
     ("swiglu", "mxfp8", ""),
     ("swiglu", "fp8_tensor", ""),
-    ("hidden", None, "rounds"),
+    ("top 3", None, "rounds"),
     ("relu2", "fp8_block", "rounds"),
     ("swiglu", "fp8_block", "kept"),
     ("capacity", None, ""),

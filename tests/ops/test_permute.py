@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
 from moax.kernels import xla
-from moax.ops import permute, sort_chunks, unpermute
+from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
@@ -453,8 +453,7 @@ IDS = np.zeros((4, 2), np.int32)
         (dict(num_groups=0), "num_groups=0 must be an int of at least 1"),
         (dict(align=0), "align=0 must be an int of at least 1"),
         (dict(capacity=0), "capacity=0 must be an int of at least 1"),
-        (dict(experts=IDS > 0), "experts has shape (4, 2); it must be [R, E=3]"),
-        (dict(top_k=2), "top_k=2 must be None beside ids; experts is no map of bool, but int32"),
+        (dict(experts=IDS > 0), "experts has dtype bool; it must be an array of integers [R, K]"),
         (
             dict(weights=np.zeros((4, 3), np.float32)),
             "(4, 2), (4, 3); they must be [R, H], [R, K], [R, K]",
@@ -462,7 +461,7 @@ IDS = np.zeros((4, 2), np.int32)
     ],
 )
 def test_permute_errors(options, message):
-    """Shapes and numbers that cannot work are named; a map or weights of another shape would have no meaning."""
+    """Shapes and numbers that cannot work are named; weights of another shape would have no meaning."""
     with pytest.raises(ValueError, match=re.escape(message)):
         permute(jnp.zeros((4, 8)), **dict(experts=IDS, num_groups=3) | options)
 
@@ -475,96 +474,30 @@ def test_unpermute_errors(rows, weights):
         unpermute(jnp.zeros(rows), plan, jnp.zeros(weights))
 
 
-def a_map(seed, rows=ROWS, share=0.4):
-    """Whether each expert has each row: some rows have none, some have all."""
-    rng = np.random.default_rng(seed)
-    chosen = rng.random((rows, GROUPS)) < share
-    chosen[1], chosen[2] = False, True
-    return chosen
-
-
-def first_experts(chosen, top_k):
-    """ids [R, K] of the first K experts of each row, and how many are left out."""
-    ids = np.full((len(chosen), top_k), GROUPS, np.int32)
-    for r, row in enumerate(chosen):
-        experts = np.flatnonzero(row)[:top_k]
-        ids[r, : len(experts)] = experts
-    return ids, int(np.maximum(chosen.sum(1) - top_k, 0).sum())
-
-
-@pytest.mark.parametrize("top_k, capacity", some([(2, 7), (None, None), (3, None), (9, None)], 1))
-def test_map_is_its_ids(top_k, capacity):
-    """Breaks if a map sorts other rows than the ids that it lists, or an expert beyond K is dropped without a count."""
-    x = random(0, ROWS, WIDTH)
-    chosen = a_map(1)
-    k = min(top_k or GROUPS, GROUPS)
-    ids, left_out = first_experts(chosen, k)
-    rows, plan = permute(
-        jnp.asarray(x),
-        jnp.asarray(chosen),
-        GROUPS,
-        top_k=top_k,
-        align=4,
-        capacity=capacity,
-    )
-    want, of_ids = permute(jnp.asarray(x), jnp.asarray(ids), GROUPS, align=4, capacity=capacity)
-    np.testing.assert_array_equal(rows, want)
-    for one, other in zip(jax.tree.leaves(plan)[:3], jax.tree.leaves(of_ids)[:3], strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert plan.dropped[0] == of_ids.dropped[0] + left_out
-    total = unpermute(rows, plan)
-    copies = (np.asarray(plan.scatter_idx) < len(rows)).sum(1, keepdims=True)
-    assert rel_error(total, x * copies) < 1e-6
-
-
-WEIGHTED = [
-    ("none", False),
-    ("explicit", True),
-    ("custom_partitioning", False),
-    ("none", True),
-    ("user_vma", True),
-    ("custom_partitioning", True),
-    ("shard_map", True),
-    ("explicit", False),
-]
-
-
-@pytest.mark.parametrize("way, mapped", some(WEIGHTED, 1))
-def test_weights_go_with_their_rows(way, mapped):
+@pytest.mark.parametrize("way", some(("none", "explicit", "custom_partitioning", "user_vma", "shard_map"), 1))
+def test_weights_go_with_their_rows(way):
     """Breaks if the weight of a row is that of another, the gradient of a weight without a row is not 0, rows times
     weights sum to another y than weighted sums, or a shard reads a weight of another."""
     shards = 1 if way == "none" else size("2x4", *TOKENS)
-    k = 3
-    n = sorted_rows(ROWS, 3, GROUPS, 4, None)
-    chosen = np.concatenate([a_map(s) for s in range(shards)])
-    ids = first_experts(chosen, k)[0]
-    weights = random(1, *(chosen if mapped else ids).shape)
-    x = random(0, len(chosen), WIDTH)
+    n = sorted_rows(ROWS, TOP_K, GROUPS, 4, None)
+    ids = choose(4, ROWS * shards, GROUPS, TOP_K, none=0.5)
+    weights = random(1, *ids.shape)
+    x = random(0, len(ids), WIDTH)
     layout = spec("2x4", TOKENS)
-    cotangents = (random(2, n * shards), random(3, len(chosen), WIDTH))
+    cotangents = (random(2, n * shards), random(3, len(ids), WIDTH))
 
     def forward(x, experts, weights, engine):
-        options = dict(top_k=k) if mapped else {}
-        rows, of_rows, plan = permute(
-            x,
-            experts,
-            GROUPS,
-            weights=weights,
-            align=4,
-            engine=engine,
-            **options,
-        )
+        rows, of_rows, plan = permute(x, experts, GROUPS, weights=weights, align=4, engine=engine)
         return (of_rows, unpermute(rows * of_rows[:, None], plan, engine=engine)), (
             plan.gather_idx,
             plan.scatter_idx,
         )
 
-    args = x, chosen if mapped else ids, weights
     p = program(
         way,
         "2x4",
         forward,
-        args,
+        (x, ids, weights),
         (layout,) * 3,
         layout,
         layout,
@@ -572,112 +505,18 @@ def test_weights_go_with_their_rows(way, mapped):
         wrt=(0, 2),
     )
     (of_rows, y), (source, position), (dx, d_weights) = p()
-    # Each assignment (row r, expert e) has one row n; its weight is one entry of `weights`.
     want, want_y, want_dx, want_d = (np.zeros(v.shape) for v in (of_rows, y, dx, d_weights))
     for r, c in zip(*np.nonzero(ids < GROUPS), strict=True):
         shard = r // ROWS
-        at_weight = (r, ids[r, c] if mapped else c)
         row = n * shard + position[r, c]
         assert source[row] == r - ROWS * shard
-        want[row] = weights[at_weight]
-        want_y[r] += weights[at_weight] * x[r]
-        want_dx[r] += weights[at_weight] * cotangents[1][r]
-        want_d[at_weight] = cotangents[0][row] + cotangents[1][r] @ x[r]
+        want[row] = weights[r, c]
+        want_y[r] += weights[r, c] * x[r]
+        want_dx[r] += weights[r, c] * cotangents[1][r]
+        want_d[r, c] = cotangents[0][row] + cotangents[1][r] @ x[r]
     np.testing.assert_array_equal(of_rows, want)
     assert rel_error(y, want_y) < 1e-6
     assert rel_error(dx, want_dx) < 1e-6
     assert rel_error(d_weights, want_d) < 1e-6
     if way in ("explicit", "custom_partitioning"):
         assert p.under(lambda *args: collectives(p.fn, *args)) == []
-
-
-CHUNKS = 5
-
-
-def chunks_by_hand(x, sizes, order):
-    """The chunks in their order, then zeros."""
-    ends = np.cumsum(sizes)
-    chunks = [x[ends[i] - sizes[i] : ends[i]] for i in order]
-    rest = np.zeros((len(x) - int(ends[-1]), *x.shape[1:]), x.dtype)
-    return np.concatenate([*chunks, rest])
-
-
-def test_example_of_chunks():
-    """a, b, c, d and a row past the last chunk, by sizes (1, 0, 3) and order (2, 0, 1)."""
-    x = jnp.asarray([1.0, 2.0, 3.0, 4.0, jnp.nan])
-    got = sort_chunks(x, jnp.asarray([1, 0, 3]), jnp.asarray([2, 0, 1]))
-    np.testing.assert_array_equal(got, [2, 3, 4, 1, 0])
-
-
-@jax.jit
-def _sort_and_gradient(x, sizes, order, d_rows):
-    rows, pull = jax.vjp(lambda x: sort_chunks(x, sizes, order), x)
-    return rows, pull(d_rows)[0]
-
-
-@given(
-    st.lists(st.integers(0, 4), min_size=CHUNKS, max_size=CHUNKS),
-    st.permutations(range(CHUNKS)),
-)
-def test_any_chunks(sizes, order):
-    """Breaks if a row lands elsewhere, a row past the last chunk is read, or the gradient is no inverse."""
-    x = random(0, ROWS, 2, 3)
-    d_rows = random(1, ROWS, 2, 3)
-    used = sum(sizes)
-    dirty = np.where(np.arange(ROWS)[:, None, None] < used, x, np.nan)
-    rows, dx = _sort_and_gradient(dirty, jnp.asarray(sizes), jnp.asarray(order), d_rows)
-    np.testing.assert_array_equal(rows, chunks_by_hand(x, sizes, order))
-    want = chunks_by_hand(d_rows, np.asarray(sizes)[list(order)], np.argsort(order))
-    np.testing.assert_array_equal(dx, want)
-
-
-@pytest.mark.parametrize(
-    "way",
-    some(("custom_partitioning", "explicit", "user_vma", "shard_map"), 1),
-)
-def test_each_shard_sorts_its_own_chunks(way):
-    """Breaks if chunks of one shard move rows of another, or anything is communicated."""
-    mesh = "2x4"
-    shards = size(mesh, *TOKENS)
-    rng = np.random.default_rng(2)
-    sizes = rng.integers(0, 5, (shards, CHUNKS)).astype(np.int32)
-    order = np.stack([rng.permutation(CHUNKS) for _ in range(shards)]).astype(np.int32)
-    x = random(3, ROWS * shards, 8)
-    d_rows = random(4, ROWS * shards, 8)
-    layout = spec(mesh, TOKENS)
-
-    def fn(x, sizes, order, engine):
-        return (sort_chunks(x, sizes, order, engine=engine), ())
-
-    p = program(
-        way,
-        mesh,
-        fn,
-        (x, sizes.reshape(-1), order.reshape(-1)),
-        (layout,) * 3,
-        layout,
-        cotangents=d_rows,
-    )
-    rows, _, (dx,) = p()
-    for s in range(shards):
-        mine = slice(ROWS * s, ROWS * (s + 1))
-        np.testing.assert_array_equal(rows[mine], chunks_by_hand(x[mine], sizes[s], order[s]))
-        np.testing.assert_array_equal(
-            dx[mine],
-            chunks_by_hand(d_rows[mine], sizes[s][order[s]], np.argsort(order[s])),
-        )
-    assert p.under(lambda *args: collectives(p.fn, *args)) == []
-
-
-def test_chunks_that_do_not_fit_and_none():
-    """Breaks if shapes that do not fit are not named; rows of no chunk, and no rows, are legal."""
-    with pytest.raises(ValueError, match=r"x, sizes, order have shapes \(4, 2\), \(3,\), \(2,\)"):
-        sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(2, jnp.int32))
-    with pytest.raises(
-        ValueError,
-        match="order has dtype float32; it must be an array of integers",
-    ):
-        sort_chunks(jnp.zeros((4, 2)), jnp.zeros(3, jnp.int32), jnp.zeros(3))
-    none = jnp.zeros(0, jnp.int32)
-    np.testing.assert_array_equal(sort_chunks(jnp.ones((4, 2)), none, none), np.zeros((4, 2)))
-    assert sort_chunks(jnp.ones((0, 2)), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)).shape == (0, 2)

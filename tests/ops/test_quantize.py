@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from moax import inspect, recipe
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla import quantize as quantize_local
-from moax.ops import dequantize, grouped_wgrad, quantize
+from moax.ops import dequantize, grouped_matmul, quantize
 from moax.recipe import Format, Recipe
 from moax.types import QArray
 from support import TOKENS, WAYS, make_mesh, program, put, random, size, some, spec
@@ -479,8 +479,14 @@ def test_is_what_a_product_multiplies():
     format = Format(block=8)
     q = dequantize(quantize(jnp.asarray(x), format, block=(8, 1), group_sizes=sizes))
     dy = jnp.asarray(random(3, PADDED, 6))
-    want = grouped_wgrad(jnp.asarray(x), dy, sizes, recipe=Recipe(format, None, None))
-    got = grouped_wgrad(q, dy, sizes, align=8)
+    w = jnp.zeros((len(GROUPS), x.shape[1], 6))
+
+    def wgrad(x, **options):
+        _, pull = jax.vjp(lambda w: grouped_matmul(x, w, sizes, align=8, **options), w)
+        return pull(dy)[0]
+
+    want = wgrad(jnp.asarray(x), recipe=Recipe(format, None, None))
+    got = wgrad(q)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 

@@ -74,7 +74,7 @@ def test_config_to_hf_knows_what_a_model_cannot_be():
     config = MoEConfig(8, 16, 4, 2)
     assert hf.config_from_hf(hf.config_to_hf(config, "mixtral")).router == BEST
     losses = RouterConfig(aux_loss=0.01, sequence_aux_loss=0.01)
-    trained = dataclasses.replace(config, router=losses, capacity_factor=1.25, weights_at="hidden")
+    trained = dataclasses.replace(config, router=losses, capacity_factor=1.25)
     assert hf.config_to_hf(trained, "olmoe") == hf.config_to_hf(config, "olmoe")
     for change, says in (
         (dict(activation="relu2"), "no activation='relu2'"),

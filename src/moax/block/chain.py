@@ -185,7 +185,11 @@ def backward_down(
     down = TermGrads()
     if w.has_down_terms:
         d_o_plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
-        a_plain = None if w.wo_a is None else activate(p, saved, groups, plain=True, weigh=True)
+        a_plain = None
+        if w.wo_a is not None:
+            a_plain = activate(p, saved, groups, plain=True)
+            if p.config.weights_at == "output":
+                a_plain = scale_rows(a_plain, saved.row_weights, groups)
         down = small_terms.grad_down(p, d_o_plain, a_plain, saved.row_weights, w, groups)
     if down.d_input is not None:
         d_a = d_a + down.d_input.astype(d_a.dtype)
@@ -293,31 +297,16 @@ def find_activation(p: BlockPlan) -> Callable:
     return activation_of(p.config.activation, p.config.activation_limit)
 
 
-def activate(
-    p: BlockPlan,
-    saved: Residuals,
-    groups: Groups,
-    *,
-    plain: bool = False,
-    weigh: bool = False,
-) -> Operand:
-    """Returns the Operand [N, F] of act(h), `plain` if unquantized, times the weight of each row before the matmul.
-
-    Weights at the output multiply act(h) only if the caller says `weigh`.
-    """
-    weights_at = p.config.weights_at
+def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = False) -> Operand:
+    """Returns the Operand [N, F] of act(h), `plain` if unquantized, with h scaled as in `activate_grad`."""
     h = saved.h
-    if weights_at == "input":
+    if p.config.weights_at == "input":
         h = scale_rows(h, saved.row_weights, groups)
-    weights = None
-    if weights_at == "hidden" or (weigh and weights_at == "output"):
-        weights = saved.row_weights
     act = find_activation(p)
     if plain:
-        return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights, amax_over=())
+        return implementation(DEFAULT).activate(h, act, FULL, groups, amax_over=())
     amax_axes = p.axes.tokens + p.axes.tp
-    local = implementation(p.kernels)
-    return local.activate(h, act, p.recipe.wo, groups, weights=weights, amax_over=amax_axes)
+    return implementation(p.kernels).activate(h, act, p.recipe.wo, groups, amax_over=amax_axes)
 
 
 def activate_grad(
@@ -362,13 +351,9 @@ def expert_down(
 ) -> Float[Array, "N H"]:
     """Returns o = a wo + bo [N, H], a partial sum where tp splits F."""
     local = implementation(p.kernels)
-    # The row's weight multiplies a already, and has to multiply bo.
-    weighs_bias = p.config.weights_at == "hidden"
     bo = small_terms.find_down_bias(p, w)
     with jax.named_scope("expert_down"):
-        o = local.matmul(a, w.wo, groups, p.dtype, None if weighs_bias else bo)
-        if bo is not None and weighs_bias:
-            o = o + scale_rows(bo.astype(p.dtype)[groups.index], saved.row_weights, groups)
+        o = local.matmul(a, w.wo, groups, p.dtype, bo)
         if w.wo_a is not None:
             a_plain = activate(p, saved, groups, plain=True)
             o = o + small_terms.low_rank(p, a_plain, w.wo_a, w.wo_b, groups)

@@ -289,10 +289,7 @@ def _canonical(config: MoEConfig) -> MoEConfig:
     limit = config.activation_limit
     if config.activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT:
         limit = None
-    weights_at = "input" if config.weights_at == "input" else "output"
-    return dataclasses.replace(
-        config, router=router, capacity_factor=None, weights_at=weights_at, activation_limit=limit
-    )
+    return dataclasses.replace(config, router=router, capacity_factor=None, activation_limit=limit)
 
 
 @name_source

@@ -199,13 +199,8 @@ def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Col
 
 
 def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
-    """Selects the collectives that sum gradients of weights over any of `axes`, and leave each device its shard.
-
-    They are reduce-scatters, and the all-to-alls of uint16 of `grad_reduce_dtype="bfloat16_sum_float32"`.
-    """
-    pieces = ("all-to-all", "uint16")
-    listed = _over(found, axes)
-    return [c for c in listed if c.kind == "reduce-scatter" or (c.kind, c.dtype) == pieces]
+    """Selects the reduce-scatters over any of `axes`; over fsdp the block sums nothing but gradients of weights so."""
+    return [c for c in _over(found, axes) if c.kind == "reduce-scatter"]
 
 
 def table(found: Iterable[Collective]) -> str:

@@ -169,9 +169,9 @@ class Kernels(Protocol):
 
     def activate(
         self, h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
-        weights: Array | None, amax_over: Names,
+        amax_over: Names,
     ) -> Operand:  # fmt: skip
-        """Returns the Operand of act(h), computed in float32, times the weight of each row; weights None are 1."""
+        """Returns the Operand of act(h), computed in float32."""
         ...
 
     def activate_grad(

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from moax.mesh.axes import Names
 from moax.types import QShard
 
-GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
+GradReduce = Literal["float32", "bfloat16"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
 # XLA's options for `jax.jit(compiler_options=...)`, by which the weights of a layer cross while it computes. By default
 # XLA counts the kernels of moax as no time, so that it sees nothing to hide a collective behind.
@@ -72,7 +72,7 @@ def sum_scatter(x: Array, names: Names, *, in_pieces: bool) -> Array:
         return x
     if in_pieces:
         whole_dims = [()] * (x.ndim - 1)
-        return _sum_pieces(x, (names, *whole_dims), x.dtype).astype(x.dtype)
+        return _sum_pieces(x, (names, *whole_dims))
     return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
 
 
@@ -86,10 +86,8 @@ def scatter_gradient(
     """
     with jax.named_scope("scatter_gradient"):
         dw = dw.astype(sum_dtype(reduce, dw.dtype))
-        if reduce == "bfloat16_sum_float32":
-            return _sum_pieces(dw, gather, jnp.bfloat16)
         if in_pieces:
-            return _sum_pieces(dw, gather, dw.dtype).astype(dw.dtype)
+            return _sum_pieces(dw, gather)
         for dim, names in reversed(tuple(enumerate(gather))):
             if names:
                 dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True)
@@ -98,11 +96,7 @@ def scatter_gradient(
 
 def sum_dtype(reduce: GradReduce | None, dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which gradients of weights are summed: `dtype` for None."""
-    if reduce is None:
-        return np.dtype(dtype)
-    if reduce == "bfloat16":
-        return np.dtype("bfloat16")
-    return np.dtype("float32")
+    return np.dtype(dtype if reduce is None else reduce)
 
 
 def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
@@ -117,23 +111,21 @@ def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
     raise ValueError(f"grad_reduce_dtype={reduce!r} must be one of {names}, or None for the dtype of x")
 
 
-def _sum_pieces(dw: Array, gather: Sequence[Names], dtype: DTypeLike) -> Array:
-    """Returns the shard of a sum in f32; each device sends each other device its piece once, in this dtype."""
+def _sum_pieces(x: Array, gather: Sequence[Names]) -> Array:
+    """Returns the shard of a sum in float32, rounded once; each device sends each other device its piece once."""
     names = tuple(name for axes in gather for name in axes)
     if not names:
-        return dw
+        return x
     counts = [math.prod(map(lax.axis_size, axes)) for axes in gather]
     split_shape = []
-    for size, count in zip(dw.shape, counts, strict=True):
+    for size, count in zip(x.shape, counts, strict=True):
         split_shape += [count, size // count]
-    dims = range(2 * dw.ndim)
+    dims = range(2 * x.ndim)
     order = (*dims[::2], *dims[1::2])
-    pieces = dw.astype(dtype).reshape(split_shape).transpose(order)  # [c0, c1, ..., s0, s1, ...]
-    # A compiler may widen bfloat16, so the pieces travel as integers.
-    integer = jnp.uint16 if pieces.dtype.itemsize == 2 else jnp.uint32
-    bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), integer)
-    bits = lax.all_to_all(bits, names, split_axis=0, concat_axis=0, tiled=True)
-    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32).sum(0)
+    pieces = x.reshape(split_shape).transpose(order)  # [c0, c1, ..., s0, s1, ...]
+    pieces = pieces.reshape(-1, *pieces.shape[x.ndim :])
+    pieces = lax.all_to_all(pieces, names, split_axis=0, concat_axis=0, tiled=True)
+    return pieces.astype(jnp.float32).sum(0).astype(x.dtype)
 
 
 def is_alone() -> bool:

@@ -28,12 +28,11 @@ PACKAGE = Path(__file__).parents[1]
 # These settings change the trace of a function of moax. The module of a program shows all other settings.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 UNSTABLE = re.compile(r"\S+ at 0x|frozenset")  # an address, or an order of its own in each process
-FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
 
 
-def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_ALONE) -> Tree:
+def refuse_derivative[Tree: PyTree](name: str, tree: Tree) -> Tree:
     """Returns the tree. A derivative of it raises Unsupported in the name of an op."""
-    return jax.tree.map(lambda x: _once.bind(x, name=name, reason=reason), tree)
+    return jax.tree.map(lambda x: _once.bind(x, name=name), tree)
 
 
 def refuse_forward_mode(name: str, tree: PyTree) -> Any:
@@ -78,8 +77,8 @@ def _identity(name: str) -> Primitive:
     return primitive
 
 
-def _refuse_jvp(primals, tangents, *, name: str, reason: str):
-    raise Unsupported(f"moax: {name} {reason}")
+def _refuse_jvp(primals, tangents, *, name: str):
+    raise Unsupported(f"moax: {name} has first derivatives and no second ones; moax.route and the losses have both")
 
 
 def _mark_jvp(primals, tangents, *, name: str):

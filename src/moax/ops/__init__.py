@@ -7,9 +7,7 @@ from moax.ops.dispatch_combine import combine as combine
 from moax.ops.dispatch_combine import dispatch as dispatch
 from moax.ops.matmul import dense as dense
 from moax.ops.matmul import grouped_matmul as grouped_matmul
-from moax.ops.matmul import grouped_wgrad as grouped_wgrad
 from moax.ops.permutation import permute as permute
-from moax.ops.permutation import sort_chunks as sort_chunks
 from moax.ops.permutation import unpermute as unpermute
 from moax.ops.quantization import dequantize as dequantize
 from moax.ops.quantization import quantize as quantize

@@ -33,7 +33,6 @@ from moax.kernels import Role, implementation, select_kernels
 from moax.kernels.groups import Packing
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
-from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import (
     FREE,
@@ -52,8 +51,6 @@ from moax.ops.weights import GatherSpec, WeightLayout, WeightSpec, find_layout, 
 from moax.params import dense_spec_on
 from moax.recipe import Recipe, get_recipe
 
-NO_DERIVATIVE = "is the gradient of a weight, and has no derivative; differentiate grouped_matmul instead"
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec:
@@ -61,8 +58,6 @@ class GroupedSpec:
 
     weight: WeightSpec
     align: int  # each group starts at a multiple of so many rows
-    out: np.dtype  # of y
-    product: np.dtype  # of a matmul before it is rounded to y
     # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
     # knows over which dims tp splits w, and so the shape of a gathered weight.
     apart: bool
@@ -76,7 +71,6 @@ def grouped_matmul(
     *,
     recipe: str | Recipe | None = None,
     align: int | None = None,
-    preferred_element_type: DTypeLike | None = None,
     w_spec: Spec | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -95,19 +89,18 @@ def grouped_matmul(
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
-      preferred_element_type: the dtype of y, to which a sum is rounded once; None means the dtype of x.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w is its spec. The default splits E over ep and no other dim.
       axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
         for `jnp.dot`.
 
     Returns:
-      y: [M, *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+      y: [M, *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
       ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or w has a layout that
         cannot be gathered.
-      Unsupported: the engine or the kernels chosen by name cannot run. `xla` alone computes a y that is wider than x.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     view = find_mesh_view(axes, engine, x, w)
     rule = "x [M, K], w [E, K, *D, C], group_sizes int [groups], bias? [E, *D, C]"
@@ -115,7 +108,8 @@ def grouped_matmul(
     if not view.manual:
         groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
         check_arrays("group_sizes int [groups]", group_sizes, groups=groups)
-    declared = _declared_spec(w_spec, w.ndim, view)
+    w_spec = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
+    declared = Spec(*w_spec, *[None] * (w.ndim - len(w_spec)))
     static = _make_spec(
         view,
         x.dtype,
@@ -123,7 +117,6 @@ def grouped_matmul(
         declared,
         recipe=recipe,
         align=align,
-        preferred=preferred_element_type,
         kernels=kernels,
         grad_reduce=grad_reduce_dtype,
     )
@@ -136,7 +129,6 @@ def dense(
     bias: Float[Array, "*C"] | None = None,
     *,
     recipe: str | Recipe | None = None,
-    preferred_element_type: DTypeLike | None = None,
     w_spec: Spec | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -151,10 +143,10 @@ def dense(
       w: [K, *C], floating point. Dims over tp stay split, and dims over fsdp or ep are gathered.
       bias: [*C], split over tp where *C of w is, and replicated over the other axes.
       w_spec: the default is `moax.params.dense_spec` of w's shape, and inside a `shard_map` a replicated w.
-      recipe, preferred_element_type, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
+      recipe, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
 
     Returns:
-      y: [..., *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+      y: [..., *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
       ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
@@ -174,7 +166,6 @@ def dense(
         (1, *w.shape),
         declared,
         recipe=recipe,
-        preferred=preferred_element_type,
         kernels=kernels,
         grad_reduce=grad_reduce_dtype,
         added_dims=1,
@@ -186,69 +177,6 @@ def dense(
     return unflatten_tokens(y, x, view)
 
 
-def grouped_wgrad(
-    x: Float[Array, "M K"],
-    dy: Float[Array, "M *C"],
-    group_sizes: Integer[Array, " groups"],
-    *,
-    recipe: str | Recipe | None = None,
-    align: int | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    w_spec: Spec | None = None,
-    axes: Axes = Axes(),
-    engine: Engine = "auto",
-    kernels: str = "auto",
-) -> Float[Array, "E K *C"]:
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], the gradient of a grouped matmul's weight.
-
-    Args:
-      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` splits it so.
-      dy: [M, *C], floating point, with the rows of x, a dim of *C over tp where `w_spec` splits it so.
-      preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
-      w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp
-        where `w_spec` does not name it.
-      group_sizes, recipe, align: as in `grouped_matmul`.
-
-    Returns:
-      dw: [E, K, *C], laid out by `w_spec`: summed over dp, and reduce-scattered over fsdp where the spec names it.
-
-    Raises:
-      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or dw cannot have the
-        layout `w_spec`.
-      Unsupported: the engine or the kernels that were chosen by name cannot run, or a derivative was asked for.
-    """
-    view = find_mesh_view(axes, engine, x, dy)
-    check_arrays("x [M, K], dy [M, *D, C], group_sizes int [groups]", x, dy, group_sizes)
-    shards = 1
-    if not view.manual:
-        shards = view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
-    if group_sizes.shape[0] % shards:
-        raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {shards} * E")
-    shape = (group_sizes.shape[0] // shards, x.shape[1], *dy.shape[1:])
-    declared = _declared_spec(w_spec, len(shape), view)
-    static = _make_spec(
-        view,
-        x.dtype,
-        shape,
-        declared,
-        recipe=recipe,
-        align=align,
-        preferred=preferred_element_type,
-        kernels=kernels,
-    )
-    if x.shape[0] == 0:
-        return jnp.zeros(shape, static.out)
-    _, operands = _wgrad.lay_out(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
-    return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
-
-
-def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
-    """Returns `w_spec` with an entry for each dim; without one, ep splits E and no other dim is split."""
-    spec = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, ndim)
-    return Spec(*spec, *[None] * (ndim - len(spec)))
-
-
 def _make_spec(
     view: MeshView,
     dtype: np.dtype,
@@ -256,7 +184,6 @@ def _make_spec(
     declared: Spec,
     *,
     recipe: str | Recipe | None,
-    preferred: DTypeLike | None,
     kernels: str,
     align: int | None = None,
     grad_reduce: DTypeLike | None = None,
@@ -270,11 +197,6 @@ def _make_spec(
     check_value("align", align, int)
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
-    out = dtype
-    if preferred is not None:
-        check_value("preferred_element_type", preferred, jnp.floating)
-        out = np.dtype(preferred)
-    product = out if out == dtype else np.dtype(np.float32)
     name = "w"
     split: Sequence[Names] = [()] * len(shape)
     if not view.manual:
@@ -286,13 +208,13 @@ def _make_spec(
         declared=declared,
         axes=view.axes,
         recipe=recipe,
-        kernels=select_kernels(kernels, product, **widths),
+        kernels=select_kernels(kernels, dtype, **widths),
         dtype=dtype,
         grad_reduce=reduce,
         added_dims=added_dims,
     )
     apart = view.engine != "custom_partitioning" or not view.axes.tp
-    return GroupedSpec(weight, align, out, product, apart)
+    return GroupedSpec(weight, align, apart)
 
 
 def _grouped_matmul(
@@ -305,7 +227,7 @@ def _grouped_matmul(
 ):
     """Runs `grouped_matmul`. With `group_sizes` None one group holds all rows."""
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
-        sums = x.sum(1).astype(static.out)
+        sums = x.sum(1)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
     _, (*operands, _) = _matmul.lay_out(view, static, x, w, group_sizes, bias, None)
     return _differentiable_matmul(view, static, *operands)
@@ -329,7 +251,6 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     gathered = None
     if static.apart:
         gathered = weights.gather_weight(view, GatherSpec(static.weight, "dgrad"), w, None).operand
-    dy = dy.astype(static.weight.dtype)
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
     if static.apart:
         dw = weights.scatter_gradient(view, static.weight, dw, w)
@@ -350,9 +271,9 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
     rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
     if bias is not None:
         bias = mask_to_first_rank(bias, contracted)
-    y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.product, bias))
+    y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.weight.dtype, bias))
     columns = layout.whole_shape(w.shape, static.weight.axes)[2:]
-    return (y.astype(static.out).reshape(-1, *columns),)
+    return (y.reshape(-1, *columns),)
 
 
 def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, dy, gathered):
@@ -376,19 +297,6 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     if not static.apart:
         dw = weights.sum_shards(weight, layout, dw)
     return dx, d_bias, dw
-
-
-def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
-    """Returns dw [E, K, *C] of the shard of one device; it is a partial sum over dp."""
-    weight = static.weight
-    kernels = implementation(weight.kernels)
-    packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    _, contracted, *columns = layout.split
-    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
-    dy_cast = dy.astype(weight.dtype)
-    _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), direct=False)
-    dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
-    return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
@@ -424,22 +332,9 @@ def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = 
     return OpSharding((x, layout.spec, sizes, y, whole), (x, bias, dw), reduce, layout)
 
 
-def _wgrad_sharding(static: GroupedSpec, operands, operand_specs) -> OpSharding:
-    layout = find_layout(static.weight)
-    rows = static.weight.axes.tokens
-    _, contracted, *columns = layout.split
-    specs = (Spec(rows, contracted), Spec(rows, *columns), Spec(rows))
-    return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
-
-
 def _backward_rule(static: GroupedSpec, operands) -> str:
     dw = "@" if static.apart else "e h *d"
     return f"m k, e h *d, @, m *c, @ -> m k, b *c, {dw}"
-
-
-def _wgrad_rule(static: GroupedSpec, operands) -> str:
-    columns = " ".join(f"d{i}" for i in range(operands[1].ndim - 1))
-    return f"m k, m *c, @ -> e h {columns}"
 
 
 # The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.
@@ -450,4 +345,3 @@ _matmul_grad = Op(
     _backward_rule,
     sharding=functools.partial(_sharding, backward=True),
 )
-_wgrad = Op("grouped_wgrad", wgrad_forward, _wgrad_rule, sharding=_wgrad_sharding)

@@ -1,19 +1,13 @@
 """Permute: copies of received rows [R, H], sorted by expert, and weighted sums of the sorted rows [N, H].
 
-    permute:      rows[n] = x[gather_idx[n]]                        for the rows n of each group
-    unpermute:    y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
-    sort_chunks:  chunk j of the rows is chunk order[j] of x
+    permute:    rows[n] = x[gather_idx[n]]                        for the rows n of each group
+    unpermute:  y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
 
 With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
 gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)): row 0 of x goes to expert 1 as sorted row 2 and to
 expert 0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of
 `align`. `permute` writes 0 into padding, and `unpermute` reads no padding. Each shard sorts its own rows, so the ops do
 not communicate.
-
-With x = (a, b, c, d, -), sizes = (1, 0, 3) and order = (2, 0, 1), sort_chunks gives (b, c, d, a, 0). After an exchange
-the rows of a rank come in chunks by (source rank, expert); the order (expert, source rank) groups them by expert. Rows
-past the last chunk may hold anything, NaN included, and are 0 in the result. Transformer Engine calls it
-`sort_chunks_by_index`.
 
 Permute and unpermute are transposes of each other. dx is the unpermute of d_rows with weights 1. d_rows is the permute
 of dy, times the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
@@ -22,13 +16,12 @@ of dy, times the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
@@ -49,7 +42,6 @@ class PermuteSpec:
     kernels: str
     axes: ResolvedAxes = ResolvedAxes()
     max_rows: int | None = None  # the most rows of one round; None sorts all rows in one round
-    map_top_k: int | None = None  # K where the experts are a routing map; None where they are ids
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
@@ -78,11 +70,10 @@ def permute(  # pyrefly: ignore[inconsistent-overload]
 
 def permute(
     x: Float[Array, "R H"],
-    experts: Integer[Array, "R K"] | Bool[Array, "R E"],
+    experts: Integer[Array, "R K"],
     num_groups: int,
     *,
-    weights: Float[Array, "R _"] | None = None,
-    top_k: int | None = None,
+    weights: Float[Array, "R K"] | None = None,
     align: int = 1,
     capacity: int | None = None,
     axes: Axes = Axes(),
@@ -93,12 +84,9 @@ def permute(
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
-      experts: [R, K], integers, split as x; one outside of [0, num_groups) means no expert. Or a routing map
-        [R, num_groups] of bool: whether each expert has a row of x.
+      experts: [R, K], integers, split as x; one outside of [0, num_groups) means no expert.
       num_groups: the number of experts by which each shard sorts.
-      weights: a weight of each assignment, floating point, in the shape of `experts`; None for none.
-      top_k: K of a map, the most experts of a row; None is `num_groups`. The last experts of a row beyond K are dropped
-        and counted.
+      weights: [R, K], floating point, the weight of each assignment; None for none.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
         arrivals first.
@@ -117,24 +105,15 @@ def permute(
     check_value("align", align, int)
     if capacity is not None:
         check_value("capacity", capacity, int)
-    if top_k is not None:
-        check_value("top_k", top_k, int)
-    map_top_k = None
-    if getattr(experts, "dtype", None) == jnp.bool_:
-        check_arrays("x [R, H], experts bool [R, E], weights? [R, E]", x, experts, weights, E=num_groups)
-        map_top_k = min(top_k or num_groups, num_groups)
-    else:
-        check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
-        if top_k is not None:
-            raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
-        experts = experts.astype(jnp.int32)
-        experts = jnp.where(experts < 0, num_groups, experts)
+    check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
+    experts = experts.astype(jnp.int32)
+    experts = jnp.where(experts < 0, num_groups, experts)
     view = find_mesh_view(axes, engine, x)
-    static = _make_spec(view, kernels, x, num_groups, align, capacity, map_top_k)
+    static = _make_spec(view, kernels, x, num_groups, align, capacity)
     if weights is None:
-        rows, (plan, _, _) = _permute(view, static, x, experts, None)
+        rows, (plan, _) = _permute(view, static, x, experts, None)
         return rows, plan
-    rows, (plan, row_weights, _) = _permute(view, static, x, experts, weights.astype(jnp.float32))
+    rows, (plan, row_weights) = _permute(view, static, x, experts, weights.astype(jnp.float32))
     return rows, row_weights.astype(weights.dtype), plan
 
 
@@ -173,39 +152,6 @@ def unpermute(
     return _unpermute(view, static, rows, plan, weights)[0]
 
 
-def sort_chunks(
-    x: Float[Array, "M *C"],
-    sizes: Integer[Array, " chunks"],
-    order: Integer[Array, " chunks"],
-    *,
-    axes: Axes = Axes(),
-    engine: Engine = "auto",
-    kernels: str = "auto",
-) -> Float[Array, "M *C"]:
-    """Returns the chunks of x in another order: chunk j of the result is chunk order[j] of x.
-
-    Args:
-      x: [M, *C], floating point, M over (dp, fsdp, ep, cp). Weights [M] of the rows are sorted by a second call.
-      sizes: [chunks], integers, the rows of each chunk of x. On a mesh the sizes of all shards follow one another:
-        [shards * chunks], sharded like the rows.
-      order: [chunks], integers, each of [0, chunks) once; on a mesh as `sizes`, each shard with its own chunks.
-      axes, engine, kernels: see `moax.Options`.
-
-    Returns:
-      [M, *C] in x.dtype, 0 past the last chunk. It is differentiable in x.
-
-    Raises:
-      ValueError: the shapes do not fit.
-      Unsupported: the engine or the kernels that were chosen by name cannot run.
-    """
-    check_arrays("x [M, *C], sizes int [chunks], order int [chunks]", x, sizes, order)
-    view = find_mesh_view(axes, engine, x)
-    static = _make_spec(view, kernels, x, sizes.shape[0])
-    sizes = jnp.asarray(sizes).astype(jnp.int32)
-    order = jnp.asarray(order).astype(jnp.int32)
-    return _sort(view, static, x, sizes, order)[0]
-
-
 def _make_spec(
     view: MeshView,
     kernels: str,
@@ -213,14 +159,12 @@ def _make_spec(
     num_groups: int,
     align=1,
     capacity=None,
-    top_k=None,
 ) -> PermuteSpec:
-    """Returns the spec of an op that moves rows [M, *C]; no kernel moves no rows."""
-    width = math.prod(rows.shape[1:])
-    chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": width})
+    """Returns the spec of an op that moves rows [M, H]; no kernel moves no rows."""
+    chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": rows.shape[1]})
     if rows.size == 0:
         chosen_kernels = DEFAULT
-    return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes, map_top_k=top_k)
+    return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes)
 
 
 def plan_rows(
@@ -348,73 +292,25 @@ def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
 
 
 def _permute_shards(static: PermuteSpec, x, experts, weights):
-    if static.map_top_k is None:
-        plan, row_weights = plan_rows(static, experts, weights)
-        return permute_forward(static, x, plan), (plan, row_weights, None)
-    count = experts.sum(1, dtype=jnp.int32)
-    sorted_ids = jnp.argsort(~experts, axis=1, stable=True)[:, : static.map_top_k].astype(jnp.int32)
-    is_chosen = jnp.arange(static.map_top_k, dtype=jnp.int32)[None] < count[:, None]
-    ids = jnp.where(is_chosen, sorted_ids, static.num_groups)
-    if weights is not None:
-        weights = jnp.take_along_axis(weights, ids, axis=1, mode="fill", fill_value=0)
-    dropped = jnp.maximum(count - static.map_top_k, 0).sum(dtype=jnp.int32)
-    plan, row_weights = plan_rows(static, ids, weights)
-    plan = dataclasses.replace(plan, dropped=plan.dropped + dropped)
-    return permute_forward(static, x, plan), (plan, row_weights, ids)
+    plan, row_weights = plan_rows(static, experts, weights)
+    return permute_forward(static, x, plan), (plan, row_weights)
 
 
-def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
+def _permute_grad_shards(static: PermuteSpec, plan, d_rows, d_row_weights):
     d_weights = None
     if d_row_weights is not None:
         d_weights = weights_from_rows(plan, d_row_weights)
-        if ids is not None:
-            rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-            zeros = jnp.zeros((len(ids), static.num_groups), jnp.float32)
-            d_weights = zeros.at[rows, ids].set(d_weights, mode="drop")
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
-def sort_forward(static: PermuteSpec, x, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
-    """Returns the chunks of x of one device, in another order."""
-    return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
-
-
-def sort_backward(static: PermuteSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
-    """Returns dx of one device: each chunk of d_rows, where it was in x."""
-    sizes_in_order = sizes[order]
-    starts_in_order = jnp.cumsum(sizes_in_order) - sizes_in_order
-    starts = jnp.zeros_like(sizes).at[order].set(starts_in_order, unique_indices=True)
-    return _move(static, d_rows, sizes, starts)
-
-
-def _move(static: PermuteSpec, x, sizes, starts):
-    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x."""
-    # With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
-    num_rows = x.shape[0]
-    num_chunks = sizes.shape[0]
-    ends = jnp.cumsum(sizes)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    chunk = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
-    chunk = jnp.minimum(chunk, max(num_chunks - 1, 0))
-    if num_chunks:
-        source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows
-        source = jnp.where(rows < ends[-1], source, num_rows)
-    else:
-        source = jnp.full_like(rows, num_rows)
-    with jax.named_scope("sort_chunks"):
-        columns = math.prod(x.shape[1:])
-        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, columns), source)
-    return moved.reshape(x.shape)
-
-
 def _save_permute(operands, results):
-    _, (plan, _, ids) = results
-    return plan, ids
+    _, (plan, _) = results
+    return plan
 
 
-def _pull_permute(run_grad, saved, cotangents):
-    d_rows, (_, d_row_weights, _) = cotangents
-    dx, d_weights = run_grad(*saved, d_rows, d_row_weights)
+def _pull_permute(run_grad, plan, cotangents):
+    d_rows, (_, d_row_weights) = cotangents
+    dx, d_weights = run_grad(plan, d_rows, d_row_weights)
     return dx, None, d_weights
 
 
@@ -423,15 +319,10 @@ def _pull_unpermute(run_grad, saved, cotangents):
     return d_rows, None, d_weights
 
 
-def _pull_sort(run_grad, saved, cotangents):
-    (dx,) = run_grad(*cotangents, *saved)
-    return dx, None, None
-
-
 _permute = with_gradient(
     "permute",
     Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
-    Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, @n, n h, n -> r h, @r"),
+    Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, n h, n -> r h, r k"),
     save=_save_permute,
     pull=_pull_permute,
 )
@@ -441,11 +332,4 @@ _unpermute = with_gradient(
     Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
     save=lambda operands, results: operands,
     pull=_pull_unpermute,
-)
-_sort = with_gradient(
-    "sort_chunks",
-    Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
-    Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
-    save=lambda operands, results: operands[1:],
-    pull=_pull_sort,
 )

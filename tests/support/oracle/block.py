@@ -171,7 +171,6 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     act = (config.activation, config.activation_limit)
     column = weight[:, None]
     before = column if weights_at == "input" else 1.0
-    hidden = column if weights_at == "hidden" else 1.0
     after = column if weights_at == "output" else 1.0
     inside = 1.0 if weights_at == "input" else column  # the weight between h and o
 
@@ -198,8 +197,7 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     h = multiply(round_rows(rows, r.wi.x, "columns", spans), "wi", "rows", wi.shape[2:]) + biases(bi)
     weighted = h * np.reshape(before, (-1, 1, 1))
     a = ops.activate(weighted, *act)
-    o = multiply(round_rows(a * hidden, r.wo.x, "columns", spans, tp), "wo", "rows", wo.shape[2:])
-    o = o + biases(bo) * hidden
+    o = multiply(round_rows(a, r.wo.x, "columns", spans, tp), "wo", "rows", wo.shape[2:]) + biases(bo)
     y = np.zeros(x.shape)
     np.add.at(y, token, after * o)
 

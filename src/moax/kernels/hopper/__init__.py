@@ -60,7 +60,7 @@ from moax.recipe import FULL, Format, Recipe, Recipes, Use
 from moax.types import QArray, QShard
 
 __all__ = xla.__all__
-# With one wave, thread-block clusters drift apart, and weights leave L2 before every cluster has read them.
+# With one wave, blocks of threads drift apart, and weights leave L2 before every block has read them.
 # A matmul whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
 WAVES = 4
 HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
@@ -285,7 +285,7 @@ def _matmul(x, w, blocks: Blocks, dtype, gather_idx=None, bias=None, transpose: 
         op = "matmul_transposed"
     if op != "matmul":
         columns = rows
-    tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, gather_idx)
+    tile = _pick_tile(op, data_of(x).shape[1], columns, blocks)
     return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
 
 
@@ -343,10 +343,10 @@ def wgrad(
     rows, columns = (data_of(v).shape[dim] for v in (x, dy))
     if idx_of_dy is None:
         gather_idx, gathers = idx_of_x, "x"
-        tile = _pick_tile(op, rows, columns, groups.blocks, gather_idx)
+        tile = _pick_tile(op, rows, columns, groups.blocks)
     else:
         gather_idx, gathers = idx_of_dy, "dy"
-        tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, gather_idx), rows)
+        tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks), rows)
     return grouped_wgrad(
         x, dy, groups.blocks, tile, gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total
     )
@@ -361,14 +361,12 @@ def _unpack(x, dtype) -> tuple[Any, Any]:
     return dequantize(x, dtype), None
 
 
-def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_idx=None):
-    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `gather_idx`."""
+def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
+    """Returns the TileConfig of a matmul with these blocks on this device."""
     rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
     tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
     if not is_alone() or op in HALVES:
         tile = dataclasses.replace(tile, waves=WAVES)
-    if gather_idx is not None:
-        tile = dataclasses.replace(tile, cluster=1)
     return tile
 
 
@@ -383,21 +381,20 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any,
-    amax_over: Names,
-) -> Any:  # fmt: skip
-    """Returns the Operand of act(h) times the weight of each row; XLA computes what the kernels do not know."""
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, amax_over: Names
+) -> Any:
+    """Returns the Operand of act(h); XLA computes what the kernels do not know."""
     gated = h.shape[1] == 2
     flat = h.reshape(h.shape[0], -1)
     with jax.named_scope("activate"):
         if not supports_activation(act, gated):
-            a = xla.activate(h, act, FULL, groups, weights=weights, amax_over=())
+            a = xla.activate(h, act, FULL, groups, amax_over=())
             a = zero_rows(a, groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
             format = cast(Format, recipe.x)
-            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
+            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, format=format)
         else:
-            a = activation.activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
+            a = activation.activate_rows(flat, groups.blocks, act, gated=gated)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
 
 

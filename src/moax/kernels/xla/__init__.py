@@ -260,13 +260,11 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
-    weights: Array | None, amax_over: Names,
+    amax_over: Names,
 ) -> Operand:  # fmt: skip
-    """Returns the Operand of act(h) times the weight of each row."""
+    """Returns the Operand of act(h)."""
     with jax.named_scope("activate"):
         a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
-        if weights is not None:
-            a = scale_rows(a, weights, groups)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
 
 
@@ -275,7 +273,7 @@ def activate_grad(
     weights: Float[Array, " N"],
 ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
-    a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, weights=None, amax_over=()), h)
+    a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, amax_over=()), h)
     with jax.named_scope("activate"):
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
         (d_h,) = pull(scale_rows(d_a, weights, groups))

@@ -1,6 +1,6 @@
 """The activation and its gradient, in bf16 or quantized; each kernel reads h once.
 
-    activate_rows            a = act(gate, up) * weight                                       [N, F]
+    activate_rows            a = act(gate, up)                                                [N, F]
     activate_quantize        the same, by rows                                                for the matmul with wo
     activate_grad_rows       a * weight, d h = (d act / d h)^T (d a * weight), inner = <d a, act(gate, up)>
     activate_grad_quantize   a * weight, by columns                                           for d wo
@@ -62,16 +62,15 @@ COLUMNS = (128, 64, 32)  # the numbers of columns that a tile in bf16 may have
 @with_vma_of_inputs
 def activate_quantize(
     h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
-    weights: Float[Array, " N"] | None = None, format: Format = Format(),
+    format: Format = Format(),
 ) -> KMajorFp8:  # fmt: skip
-    """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
+    """a = act(gate, up), quantized by rows: data [N, F], scale [F / 128, N].
 
     Args:
       h: [N, G F] bf16, N and F multiples of 128.
       blocks: the blocks of the rows. A row of padding in a half of a block that has real rows becomes 0.
       act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
-      weights: [N] f32, finite, the weight of each row; None means 1.
       format: see `quantize.quantize_rows`.
 
     Raises:
@@ -79,7 +78,7 @@ def activate_quantize(
     """
     size, width = check_h(h, gated)
 
-    def activate_quantize(h, start, rows, weights, data, scale, *, tiles, buffer, loaded, met):
+    def activate_quantize(h, start, rows, data, scale, *, tiles, buffer, loaded, met):
         i, count = locate_half(start, rows)
         j = lax.axis_index("j")
         row = i * HALF
@@ -88,9 +87,7 @@ def activate_quantize(
         def _():
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
             pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
-            weight = None if weights is None else row_values(weights, row, PART)
-
-            activate_tile(act, tiles, tiles[-1], weight, BLOCK)
+            activate_tile(act, tiles, tiles[-1], BLOCK)
             put(rows_of(tiles[-1], 0), Target(data, scale, buffer), row, j, 0, format)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -98,7 +95,7 @@ def activate_quantize(
     scratch["buffer"] = tile_buffer(DTYPES[format.dtype], BLOCK, HALF)
     grid = dict(i=blocks.group.shape[0] * HALVES, j=width // BLOCK)
     run = launch(activate_quantize, _out((size, width), format), grid, scratch, approx_math=True)
-    return KMajorFp8(*run(h, blocks.start, blocks.rows, weights))
+    return KMajorFp8(*run(h, blocks.start, blocks.rows))
 
 
 @with_vma_of_inputs
@@ -181,15 +178,12 @@ def activate_grad_quantize(
 
 
 @with_vma_of_inputs
-def activate_rows(
-    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
-    weights: Float[Array, " N"] | None = None,
-) -> Float[Array, "N F"]:  # fmt: skip
-    """a = act(gate, up) * weight, [N, F] bf16.
+def activate_rows(h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool) -> Float[Array, "N F"]:
+    """a = act(gate, up), [N, F] bf16.
 
     Args:
       h: [N, G F] bf16, N a multiple of 64 and F of 32.
-      blocks, act, gated, weights: see `activate_quantize`.
+      blocks, act, gated: see `activate_quantize`.
 
     Raises:
       Unsupported: h has another dtype or shape.
@@ -197,24 +191,23 @@ def activate_rows(
     size, width = check_h(h, gated, HALF, COLUMNS[-1])
     columns = next(n for n in COLUMNS if width % n == 0)
 
-    def activate_rows(h, start, rows, weights, out, *, tiles, loaded, met):
+    def activate_rows(h, start, rows, out, *, tiles, loaded, met):
         i, count = locate_half(start, rows)
         j = lax.axis_index("j")
 
         @pl.when(count > 0)
         def _():
-            weight = None if weights is None else row_values(weights, i * HALF, PART)
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
             pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
 
-            activate_tile(act, tiles, tiles[0], weight, columns)
+            activate_tile(act, tiles, tiles[0], columns)
             store(tiles_of(out, tiles[:1], i, j, width))
 
     grid = dict(i=blocks.group.shape[0] * HALVES, j=width // columns)
     out = jax.ShapeDtypeStruct((size, width), h.dtype)
     scratch = _scratch(1 + gated, h.dtype, columns, PART)
     run = launch(activate_rows, out, grid, scratch, approx_math=True)
-    return run(h, blocks.start, blocks.rows, weights)
+    return run(h, blocks.start, blocks.rows)
 
 
 @with_vma_of_inputs
@@ -281,15 +274,13 @@ def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK, d_a=None) -
     return size, width
 
 
-def activate_tile(act: Callable, tiles, to, weight, columns: int) -> None:
-    """Writes act(gate, up) * weight of 64 rows of the tiles to the tile `to`."""
+def activate_tile(act: Callable, tiles, to, columns: int) -> None:
+    """Writes act(gate, up) of 64 rows of the tiles to the tile `to`."""
 
     @pl.loop(0, columns // PART)  # the loop is not unrolled, which would take more registers
     def _(step):
         index = part_at(0, step, PART)
         (a,) = evaluate(act, *(load_part(tile, index) for tile in tiles))
-        if weight is not None:
-            a = rounded(a) * weight
         to[index] = a.astype(to.dtype)
 
 

@@ -34,11 +34,10 @@ BEHIND = 1
 
 def check_gather(swizzle: int, tile: Any) -> None:
     """Raises Unsupported unless stages with this swizzle, of this TileConfig, can hold gathered rows."""
-    if swizzle != LINE or tile.cluster > 1 or tile.stages < BEHIND + 2:
+    if swizzle != LINE or tile.stages < BEHIND + 2:
         raise Unsupported(
-            f"a gather has swizzle={swizzle}, cluster={tile.cluster} and stages={tile.stages}; it needs "
-            f"contiguous dims of multiples of {LINE} bytes, one block a cluster, and at least "
-            f"{BEHIND + 2} stages"
+            f"a gather has swizzle={swizzle} and stages={tile.stages}; it needs contiguous dims of multiples of "
+            f"{LINE} bytes, and at least {BEHIND + 2} stages"
         )
 
 

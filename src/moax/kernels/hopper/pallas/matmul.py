@@ -52,11 +52,11 @@ def grouped_matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose`, and in FP8, y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
-      x: [M, K], bf16, f16 or FP8, its rows in blocks; padding may hold anything. With `gather_idx`, of 16 bits, it is
+      x: [M, K], bf16 or FP8, its rows in blocks; padding may hold anything. With `gather_idx`, in bf16, it is
         [R, K], in any order.
       w: [E, K, N] in the dtype of x, with `transpose` and in FP8 [E, N, K].
       blocks, tile: the blocks of the rows, and a TileConfig, in FP8 with a multiple of 64 for `tile_n`.
-      transpose: whether a w of 16 bits is transposed.
+      transpose: whether a w in bf16 is transposed.
       bias: one value for each column of y, added in f32.
       gather_idx: row m of the matmul is x[gather_idx[m]], or 0 where gather_idx[m] >= R. None means row m itself.
       out_dtype: the dtype of y.
@@ -82,20 +82,19 @@ def grouped_matmul(
     if w_is_transposed:
         columns = dims[0]
         w_stage = (tile.tile_n, depth)
-    shared = "block" if tile.cluster > 1 else None
     if gather_idx is not None:
         check_gather(swizzle, tile)
 
     def load(place, step, slot, ring, x, w, *_, sources=None):
         k = pl.ds(step * depth, depth)
         n = pl.ds(place.column * tile.tile_n, tile.tile_n)
-        _load_x(x, place, step, k, slot, ring, sources, swizzle, shared)
+        _load_x(x, place, step, k, slot, ring, sources, swizzle)
         part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
         ring.copy(part, "w", slot)
 
     def load_fp8(place, step, slot, ring, x, w, *_):
         k = pl.ds(step * depth, depth)
-        _load_x(x.data, place, step, k, slot, ring, None, swizzle, shared)
+        _load_x(x.data, place, step, k, slot, ring, None, swizzle)
         ring.copy(x.scale.at[step, pl.ds(place.row, BLOCK)], "sx", slot)
         part = w.data.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         ring.copy(part, "w", slot)
@@ -133,14 +132,14 @@ def grouped_matmul(
         stages["sx"] = plgpu.SMEM((tile.stages, BLOCK), jnp.float32)
         name = "grouped_matmul_fp8"
     if bias is not None:
-        bias = pipeline.pad_bias(bias, tile.tile_n * tile.cluster)
+        bias = pipeline.pad_bias(bias, tile.tile_n)
     rows = data_of(x).shape[0] if gather_idx is None else gather_idx.shape[0]
     return _run(
         (x, w, blocks, bias, gather_idx),
         jax.ShapeDtypeStruct((rows, columns), out_dtype),
         tile,
         stages,
-        tiles_n=pl.cdiv(columns, tile.tile_n * tile.cluster),
+        tiles_n=pl.cdiv(columns, tile.tile_n),
         n_steps=pl.cdiv(contracted, depth),
         load=load_fp8 if fp8 else load,
         multiply=multiply_fp8 if fp8 else multiply,
@@ -159,7 +158,7 @@ def grouped_matmul_activate(
     Args:
       x, gather_idx: see `grouped_matmul`.
       w: [E, K, G, F] in the dtype of x: gate, then up, or up alone.
-      blocks, tile: the blocks of the rows, and a TileConfig; `tile_n` / G is a multiple of 64, and `cluster` is 1.
+      blocks, tile: the blocks of the rows, and a TileConfig; `tile_n` / G is a multiple of 64.
       act: act(gate, up), or act(up) where G is 1. It works on f32 arrays elementwise.
 
     Returns:
@@ -172,10 +171,9 @@ def grouped_matmul_activate(
     check_dtypes("w", x, w)
     gates, hidden = w.shape[2:]
     part = tile.tile_n // gates  # the columns of a projection in a tile
-    if part * gates != tile.tile_n or part % PIECE or tile.cluster > 1:
+    if part * gates != tile.tile_n or part % PIECE:
         raise Unsupported(
-            f"tile_n={tile.tile_n} and cluster={tile.cluster} for {gates} projections; each must have "
-            f"a multiple of {PIECE} columns of a tile, and cluster must be 1"
+            f"tile_n={tile.tile_n} for {gates} projections; each must have a multiple of {PIECE} columns of a tile"
         )
     rows = x.shape[0] if gather_idx is None else gather_idx.shape[0]
     contracted = x.shape[1]
@@ -242,7 +240,7 @@ def _run(
     operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, load: Callable,
     multiply: Callable, target: Callable, name: str,
 ):  # fmt: skip
-    """Runs a matmul of these operands, of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
+    """Runs a matmul of these operands, of `tiles_n` tiles a block of rows, each of `n_steps` stages."""
     x, w, blocks, bias, gather_idx = operands
 
     def count(x, w, blocks, *_):
@@ -251,11 +249,11 @@ def _run(
     def count_blocks(blocks):
         return blocks.before[blocks.before.shape[0] - 1]
 
-    def locate(i, block, x, w, blocks, *_):
+    def locate(i, x, w, blocks, *_):
         row, column = pipeline.sweep(i, count_blocks(blocks), tiles_n, tile.width)
         group = blocks.group[row]
         start = blocks.start[row] * HALF
-        return Place(group, start, blocks.rows[row], column * tile.cluster + block)
+        return Place(group, start, blocks.rows[row], column)
 
     def load_tile_sources(place, step, *operands):
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
@@ -274,14 +272,13 @@ def _run(
     return pipeline.run(operands, out, tile, stages, work, name=name)
 
 
-def _load_x(x, place: Place, step, k, slot, ring: Ring, sources, swizzle: int, shared: str | None = None) -> None:
+def _load_x(x, place: Place, step, k, slot, ring: Ring, sources, swizzle: int) -> None:
     """Copies the columns k of a step to a slot, of the rows that `sources` names, or else of the tile."""
     stage = ring.stages["x"].at[slot]
 
     def copy(rows: int) -> None:
         part = x.at[pl.ds(place.row, rows), k]
-        target = stage.at[pl.ds(0, rows)]
-        plgpu.copy_gmem_to_smem(part, target, ring.full.at[slot], collective_axes=shared)
+        plgpu.copy_gmem_to_smem(part, stage.at[pl.ds(0, rows)], ring.full.at[slot])
 
     if sources is not None:
         copy_rows(x, step * STEP, sources, stage, swizzled(x.dtype, swizzle))

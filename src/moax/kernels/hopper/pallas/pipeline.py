@@ -1,13 +1,12 @@
 """The frame of all matmul kernels: one warpgroup, the producer, loads operands, and consumers multiply them.
 
-An operand is loaded in stages, which are parts of the contracted dim. Clusters of `TileConfig.cluster` blocks of
-threads occupy all SMs, and each cluster walks over tiles of the output. The producer runs ahead into the next tile, so
-that it loads while the consumers store. Copies of a stage arrive at its `full` barrier, and the consumers, of all
-blocks of a cluster that shares a copy, at its `empty` barrier.
+An operand is loaded in stages, which are parts of the contracted dim. Each SM has one block of threads, which walks
+over tiles of the output. The producer runs ahead into the next tile, so that it loads while the consumers store. Copies
+of a stage arrive at its `full` barrier, and the consumers at its `empty` barrier.
 
-With one wave, the clusters whose SMs a collective holds begin when the others end, and the matmul takes twice as long.
+With one wave, the blocks whose SMs a collective holds begin when the others end, and the matmul takes twice as long.
 With several waves, whose shares of the tiles decrease, the other SMs take over what the held ones cannot do, and a
-collective that comes late gets SMs between two waves. A wave costs each SM some microseconds, since a cluster loads its
+collective that comes late gets SMs between two waves. A wave costs each SM some microseconds, since a block loads its
 first tile while nothing multiplies.
 """
 
@@ -48,7 +47,7 @@ def sweep(tile, rows, columns, width: int):
 
 
 def first_round(wave, waves: int, rounds):
-    """Returns the first round of a wave, where a round is one cluster tile for each cluster that runs at one time.
+    """Returns the first round of a wave, where a round is one tile for each block that runs at one time.
 
     Before wave w of W, rounds * ((W - w) / W)^2 rounds remain. With 32 rounds, 4 waves begin at 0, 14, 24 and 30: the
     last one has 2 rounds, so that SMs end at nearly the same time, however late some of them came free.
@@ -73,8 +72,8 @@ class Work(NamedTuple):
     """What a kernel does with its tiles, as functions that `run` calls in the kernel.
 
     Attributes:
-      count: count(*operands) -> the number of cluster tiles, of one tile for each block of the cluster.
-      locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
+      count: count(*operands) -> the number of tiles.
+      locate: locate(i, *operands) -> the place of tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, ring, *operands) copies one stage into `slot`. Its copies arrive `len(ring.stages)`
         times at the slot's `full` barrier; gathered rows arrive by `gather_stages`.
@@ -112,9 +111,9 @@ class Ring(NamedTuple):
     full: Any
     empty: Any
 
-    def copy(self, part, name: str, slot, shared: str | None = None) -> None:
-        """Starts to copy a part of operand `name` to a slot, of all blocks along the axis `shared` if there is one."""
-        plgpu.copy_gmem_to_smem(part, self.stages[name].at[slot], self.full.at[slot], collective_axes=shared)
+    def copy(self, part, name: str, slot) -> None:
+        """Starts to copy a part of operand `name` to a slot."""
+        plgpu.copy_gmem_to_smem(part, self.stages[name].at[slot], self.full.at[slot])
 
 
 class Turn(NamedTuple):
@@ -161,9 +160,7 @@ def run(
     # its index (`LaunchContext._prepare_tma`), so that such a store would overwrite the only box of the dim.
     swizzle = swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types), boxes=2)
     chunk = swizzle // dtype.itemsize  # the columns of one store
-    shared = tile.cluster > 1
     producer_registers, consumer_registers = REGISTERS[tile.consumers]
-    empty = dict(num_arrivals=tile.consumers, num_barriers=tile.stages)
     # All slots of a tile hold its part of `total` before they hold the sum.
     slots = OUT_SLOTS
     scratch: dict[str, Any] = {}
@@ -175,13 +172,11 @@ def run(
         stages=stages,
         out_memory=plgpu.SMEM(out_shape, dtype, transforms=swizzled(dtype, swizzle)),
         full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
-        empty=plgpu.Barrier(**empty),
+        empty=plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=tile.stages),
     )
-    if shared:
-        scratch["empty"] = plgpu.ClusterBarrier(collective_axes=("block",), **empty)
-    clusters = count_sms() // tile.cluster
+    blocks = count_sms()
     # A result of few tiles has fewer waves, since a wave without tiles would cost its start.
-    elements = clusters * tile.cluster * tile.rows * tile.tile_n  # of a round
+    elements = blocks * tile.rows * tile.tile_n  # of a round
     waves = min(tile.waves, max(1, -(-math.prod(types[0].shape) // elements)))
 
     def body(*refs, stages, out_memory, full, empty, before=None):
@@ -189,10 +184,9 @@ def run(
         results = refs[-len(types) :]
         ring = Ring(stages, full, empty)
         output = Output(out_memory, before, results, work.target)
-        block = lax.axis_index("block") if shared else 0
-        index = lax.axis_index("cluster")
+        index = lax.axis_index("block")
         warpgroup = lax.axis_index("warpgroup")
-        turn = _take_turn(work, inputs, block, index, clusters, waves)
+        turn = _take_turn(work, inputs, index, blocks, waves)
 
         @pl.when(warpgroup == tile.consumers)
         def _():
@@ -205,10 +199,12 @@ def run(
             _consume(work, inputs, turn, ring, warpgroup, output)
 
     body.__name__ = name  # profilers show this name
-    threads: Any = dict(num_threads=tile.consumers + 1, thread_name="warpgroup")
-    mesh: Any = dict(grid=(clusters * waves,), grid_names=("cluster",), **threads)
-    if shared:
-        mesh |= dict(cluster=(tile.cluster,), cluster_names=("block",))
+    mesh: Any = dict(
+        grid=(blocks * waves,),
+        grid_names=("block",),
+        num_threads=tile.consumers + 1,
+        thread_name="warpgroup",
+    )
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
     if total is not None:
 
@@ -225,18 +221,18 @@ def run(
     return kernel(*operands)
 
 
-def _take_turn(work: Work, inputs: tuple, block, index, clusters: int, waves: int) -> Turn:
-    """Returns the tiles of block `block` of cluster `index`, of `clusters` clusters in each wave."""
-    wave = lax.div(index, clusters)
-    cluster = lax.rem(index, clusters)
+def _take_turn(work: Work, inputs: tuple, index, blocks: int, waves: int) -> Turn:
+    """Returns the tiles of the block number `index`, of `blocks` blocks in each wave."""
+    wave = lax.div(index, blocks)
+    block = lax.rem(index, blocks)
     tiles = work.count(*inputs)
-    rounds = lax.div(tiles + clusters - 1, clusters)
+    rounds = lax.div(tiles + blocks - 1, blocks)
     start = first_round(wave, waves, rounds)
     next_start = first_round(wave + 1, waves, rounds)
-    stop = jnp.minimum(next_start, lax.div(tiles - cluster + clusters - 1, clusters))
+    stop = jnp.minimum(next_start, lax.div(tiles - block + blocks - 1, blocks))
 
     def place_of(i):
-        return work.locate((start + i) * clusters + cluster, block, *inputs)
+        return work.locate((start + i) * blocks + block, *inputs)
 
     return Turn(stop - start, place_of)
 

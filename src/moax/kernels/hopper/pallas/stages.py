@@ -28,16 +28,14 @@ class TileConfig:
       tile_n: the columns of a tile.
       stages: the stages of operands that shared memory holds.
       width: so many row tiles sweep the columns together, so that they find the operands in L2.
-      cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
       consumers: the warpgroups that multiply. wgrad may have 3; elsewhere a tile is a block of 128 rows.
       products: so many times 64 rows of a tile belong to each consumer. wgrad may have 2.
-      waves: the most clusters for each SM, one after another; the result has the same bits for any number.
+      waves: the most blocks of threads for each SM, one after another; the result has the same bits for any number.
     """
 
     tile_n: int
     stages: int
     width: int = 8
-    cluster: int = 1
     consumers: int = 2
     products: int = 1
     waves: int = 1
@@ -49,12 +47,11 @@ class TileConfig:
 
 
 def check_dtypes(name: str, x, other) -> None:
-    """Raises Unsupported unless both operands are FP8, or have one dtype of 16 bits."""
+    """Raises Unsupported unless both operands are FP8, or both bfloat16."""
     if isinstance(x, KMajorFp8):
         return
-    if x.dtype != other.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        dtypes = f"x is {x.dtype} and {name} is {other.dtype}"
-        raise Unsupported(f"{dtypes}; the kernel takes bfloat16, or float16, for both")
+    if x.dtype != jnp.bfloat16 or other.dtype != jnp.bfloat16:
+        raise Unsupported(f"x is {x.dtype} and {name} is {other.dtype}; the kernel takes bfloat16 for both")
 
 
 def swizzle_of(*rows: int, boxes: int = 1) -> int:

@@ -27,7 +27,7 @@ HEURISTIC = {
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "wgrad": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.94, TileConfig(128, 6): 0.9},
     "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
-    "wgrad_fp8": {TileConfig(128, 4, 16, 1, 3): 1.0, TileConfig(192, 4): 0.92},
+    "wgrad_fp8": {TileConfig(128, 4, 16, 3): 1.0, TileConfig(192, 4): 0.92},
 }
 
 
@@ -80,7 +80,7 @@ def load(path: Path) -> Table:
 def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
     """Returns a tile for a matmul whose epilogue activates `gates` projections of `hidden` columns.
 
-    It has 256 columns, or 128 where fewer idle ones make up for the lower speed, and one block a cluster. With 192
+    It has 256 columns, or 128 where fewer idle ones make up for the lower speed. With 192
     columns of gate and of up, two tiles of 256 columns leave 64 of 256 columns of each idle, and three of 128 none.
     """
     sizes = {size.tile_n: size for size in HEURISTIC["matmul"] if size.tile_n != 192}
@@ -90,7 +90,7 @@ def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
         return HEURISTIC["matmul"][size] * hidden / (-(-hidden // part) * part)
 
     best = max(sizes.values(), key=speed)
-    return dataclasses.replace(tile, tile_n=best.tile_n, stages=best.stages, cluster=1)
+    return dataclasses.replace(tile, tile_n=best.tile_n, stages=best.stages)
 
 
 def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
@@ -121,8 +121,7 @@ def pick_tile(
         return TileConfig(*measured)
 
     def speed(tile: TileConfig) -> float:
-        span = tile.tile_n * tile.cluster
         # The speed is less by the share of idle columns.
-        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
+        return HEURISTIC[op][tile] * columns / (-(-columns // tile.tile_n) * tile.tile_n)
 
     return max(HEURISTIC[op], key=speed)

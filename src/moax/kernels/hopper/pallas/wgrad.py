@@ -45,7 +45,7 @@ def grouped_wgrad(
     """dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
     Args:
-      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of each group's last half. In FP8 it has data [K, M],
+      x: [M, K], bf16, its rows in blocks; 0 in the padding of each group's last half. In FP8 it has data [K, M],
         a scale for each 128 of the M rows, and 0 in the padding of each group's last block.
       dy: [M, N], in FP8 data [N, M], like x in dtype, scales and padding.
       blocks, tile: the blocks of the rows, and a TileConfig.
@@ -71,14 +71,12 @@ def grouped_wgrad(
     if gather_idx is not None:
         check_gather(swizzle, tile)
     tiles_m = pl.cdiv(rows, tile_m)
-    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
-    shared = "block" if tile.cluster > 1 else None
+    tiles_n = pl.cdiv(columns, tile.tile_n)
 
-    def locate(i, block, x, dy, first_half, *_):
+    def locate(i, x, dy, first_half, *_):
         group = lax.div(i, tiles_m * tiles_n)
         inside = lax.rem(i, tiles_m * tiles_n)
         row, column = pipeline.sweep(inside, tiles_m, tiles_n, tile.width)
-        column = column * tile.cluster + block
         start = first_half[group]
         if fp8:
             start = lax.div(start, step_rows // HALF)
@@ -86,8 +84,8 @@ def grouped_wgrad(
 
     def list_sides(place, x, dy):
         return (
-            Side("x", x, place.row * tile_m, tile_m, shared),
-            Side("dy", dy, place.column * tile.tile_n, tile.tile_n, None),
+            Side("x", x, place.row * tile_m, tile_m),
+            Side("dy", dy, place.column * tile.tile_n, tile.tile_n),
         )
 
     def load(place, step, slot, ring, x, dy, *_, sources=None):
@@ -98,14 +96,14 @@ def grouped_wgrad(
                 copy_rows(side.operand, side.first, sources, target, swizzled(dtype, swizzle))
             else:
                 part = side.operand.at[tokens, pl.ds(side.first, side.width)]
-                ring.copy(part, side.name, slot, side.shared)
+                ring.copy(part, side.name, slot)
 
     def load_fp8(place, step, slot, ring, x, dy, *_):
         tokens = pl.ds((place.start + step) * step_rows, step_rows)
         sides = list_sides(place, x, dy)
         for side in sides:
             part = side.operand.data.at[pl.ds(side.first, side.width), tokens]
-            ring.copy(part, side.name, slot, side.shared)
+            ring.copy(part, side.name, slot)
         for side in sides:
             scale = side.operand.scale.at[place.start + step, pl.ds(side.first, side.width)]
             ring.copy(scale, f"s{side.name}", slot)
@@ -157,13 +155,12 @@ class Place(NamedTuple):
 
 
 class Side(NamedTuple):
-    """An operand of a tile: its columns `first` to `first + width - 1`, and the axis of the blocks that share them."""
+    """An operand of a tile: its columns `first` to `first + width - 1`."""
 
     name: str
     operand: Any
     first: Int[Array, ""]
     width: int
-    shared: str | None
 
 
 def _contract(tile: TileConfig, steps, number, warpgroup, ring: Ring) -> list:
