@@ -333,13 +333,6 @@ def benchmark_table() -> list[str]:
                 for column in ((False, True), (False, False), (True, True), (True, False))
             ]
             add(f"step of {what}, {case}, {where}, ms", name, min, *columns)
-    exchange = [(r["direction"], r["impl"], r["recipe"], r["us"]) for r in read_rows("h200x2_exchange.json") if r["us"]]
-    for direction in ("dispatch", "combine"):
-        columns = [
-            [us for d, i, r, us in exchange if (d, i, r) == (direction, impl, recipe)]
-            for recipe in ("none", "fp8") for impl in ("moax", "nccl all-to-all")
-        ]  # fmt: skip
-        add(f"{direction} of qwen3-30b, `one_sided` beside NCCL, us", "h200x2_exchange.json", min, *columns)
     for row in read_rows("h200x2_scatter.json"):
         if row["case"] == "qwen3-30b":
             what = f'sum of gradients of qwen3-30b, fsdp 2, `"{row["recipe"]}"`, ms'
