@@ -17,7 +17,6 @@ overlap   compiles layers (dense products, norms, the block) in `jax.lax.scan` o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -42,7 +41,6 @@ from moax import inspect
 from moax.estimate import estimate
 from moax.kernels.hopper.pallas import exchange
 from moax.models import MODELS
-from moax.recipe import Format, get_recipe
 
 QWEN3 = MODELS["qwen3-30b"].config
 TOKENS = 8192
@@ -149,16 +147,15 @@ def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
 
 def compile_one_sided() -> None:
     """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
-    wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
     auto = AxisType.Auto
     explicit = AxisType.Explicit
     for kind, engine, recipe, factor in (
-        (auto, "auto", wired, None),
+        (auto, "auto", "fp8_block", None),
         (auto, "shard_map", None, None),
         (auto, "auto", "fp8_block", 0.5),
         (explicit, "auto", "fp8_block", None),
     ):
-        options_named = f"engine={engine} wire={recipe is wired} buffer_factor={factor}"
+        options_named = f"engine={engine} buffer_factor={factor}"
         name = f"block one_sided {kind} {options_named}"
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
         options = dict(recipe=recipe, exchange="one_sided", engine=engine, buffer_factor=factor)

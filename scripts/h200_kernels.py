@@ -157,10 +157,6 @@ def quantize_gathered(x, source, sizes, **wanted):
     return quantize.quantize_rows(x, make_blocks(sizes, ROWS), gather_idx=source, **wanted)
 
 
-def quantize_by_row(x):
-    return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
-
-
 def place_assignments(experts, weights, *part, groups):
     counted = plan.count_groups(experts, groups)
     rows = 2 * experts.size
@@ -237,11 +233,7 @@ def kernels(
             gathered = [((512, width), BF16), ((ROWS,), I32), sizes]
             quantize_them = functools.partial(quantize_gathered, **wanted)
             yield f"quantize_rows {width} gathered {wanted}", quantize_them, gathered
-        yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
-            wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
-            back = functools.partial(quantize.dequantize_rows, dtype=dtype)
-            yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             for transposed in (False, True):
                 one = functools.partial(quantize.quantize_weight, transposed=transposed)
                 name = dtype.__name__

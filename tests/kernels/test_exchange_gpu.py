@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax.exchange import select_transport
 from moax.ops import combine, dispatch
-from moax.recipe import Format, Recipe, get_recipe
 from support import integers, random, rel_norm, some, spread
 from support.gpus import alone, dirty
 
@@ -22,7 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.loose]
 MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 ROUTINGS = {"uniform": 0.0, "skewed": 0.1, "all to the first": 10.0, "all to the last": -10.0}
 EXPERTS, TOP_K = 16, 3
-WIRES = (None, Format(block=128), Format(block=32, scale="e8m0"))
 ENGINES = (
     ("custom_partitioning", 0.7),
     ("shard_map", None),
@@ -55,11 +53,11 @@ def choose(key, tokens, skew):
     return lax.top_k(scores, TOP_K)[1].astype(jnp.int32)
 
 
-def exchanged(transport, engine, wire, factor, x, experts, weights):
+def exchanged(transport, engine, factor, x, experts, weights):
     """What dispatch delivers, the sum of it, and both gradients."""
 
     def there_and_back(x, weights):
-        options = dict(exchange=transport, capacity_factor=factor, wire=wire, engine=engine)
+        options = dict(exchange=transport, capacity_factor=factor, engine=engine)
         r = dispatch(x, experts, weights, EXPERTS, **options)
         scale = r.weights.sum(1, keepdims=True).astype(x.dtype)
         return combine(r.rows * scale, r, engine=engine), r
@@ -69,20 +67,18 @@ def exchanged(transport, engine, wire, factor, x, experts, weights):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "wire", "engine", "factor"),
+    ("mesh", "engine", "factor"),
     [
-        pytest.param(mesh, wire, *settings, marks=() if mesh == "1x2" and i == w else pytest.mark.more)
+        pytest.param(mesh, *settings, marks=() if mesh == "1x2" else pytest.mark.more)
         for mesh in ("1x2", "2x2", "1x4")
-        for w, wire in enumerate(WIRES)
-        for i, settings in enumerate(ENGINES)
+        for settings in ENGINES
     ],
     ids=str,
 )
-def test_exchange(mesh, wire, engine, factor):
+def test_exchange(mesh, engine, factor):
     """A row in another's place, one that is missing, or one that arrived after it was read."""
-    # Whole blocks of the wire that the kernels take: these quantize it and, where nothing is dropped, dequantize it.
     on = mesh_of(mesh)
-    tokens = 1024 if wire == Format(block=128) else 1003
+    tokens = 1003
     width = 2880
     rows = tokens * on.size
     weights = np.float32(1 + np.arange(rows * TOP_K).reshape(rows, TOP_K) % 3)
@@ -93,14 +89,13 @@ def test_exchange(mesh, wire, engine, factor):
         [choose(1, rows, skew) for skew in ROUTINGS.values()],
         weights,
         engine,
-        wire,
         factor,
     )
 
 
 def check_both(on, x, routings, weights, *how):
     """What `exchanged` returns by one_sided is what it returns by all_to_all, for each routing."""
-    run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
+    run = jax.jit(exchanged, static_argnums=(0, 1, 2))
     with jax.set_mesh(on):
         calls = [place(on, x, experts, weights) for experts in routings]
         programs = [run.lower(transport, *how, *calls[0]).compile() for transport in ("one_sided", "all_to_all")]
@@ -138,7 +133,7 @@ def test_widths(width, dtype):
     rows = 257 * on.size
     x = integers(1, rows, width).astype(jnp.dtype(dtype))
     weights = np.ones((rows, TOP_K), np.float32)
-    check_both(on, x, [choose(2, rows, 0.05)], weights, "auto", None, None)
+    check_both(on, x, [choose(2, rows, 0.05)], weights, "auto", None)
 
 
 @pytest.mark.parametrize("mesh", some(("1x2", "2x2", "1x4"), 1))
@@ -173,21 +168,17 @@ def test_soak(mesh, rounds=10_000, tokens=512, width=1024):
     assert int(wrong) == 0 and not np.asarray(dropped).any()
 
 
-WIRED = Recipe(
-    *(getattr(get_recipe("fp8_block"), n) for n in ("x", "w", "dy")),
-    wire=Format(block=128),
-)
 CONFIG = moax.MoEConfig(d_model=1024, d_ff=512, num_experts=EXPERTS, top_k=TOP_K)
 
 
-RECIPES = {"bf16": None, "fp8_block": "fp8_block", "wire": WIRED}
+RECIPES = {"bf16": None, "fp8_block": "fp8_block"}
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 @pytest.mark.parametrize(
     ("mesh", "recipe", "kind"),
     spread(
-        [("1x2", "wire", KINDS[0]), ("1x2", "bf16", KINDS[1])],
+        [("1x2", "fp8_block", KINDS[0]), ("1x2", "bf16", KINDS[1])],
         ("1x2", "2x1", "2x2", "1x4"),
         RECIPES,
         KINDS,

@@ -18,7 +18,6 @@ from moax.exchange import AllGather
 from moax.exchange.transport import allot_slots, balanced_rows
 from moax.inspect import collectives
 from moax.ops import combine, dispatch
-from moax.recipe import Format
 from support import MESHES, TOKENS, WAYS, integers, program, put, random, some, spec
 from support.exchange import (
     EXPERTS,
@@ -34,7 +33,6 @@ from support.exchange import (
     run,
     slots_of,
 )
-from support.oracle.formats import round_trip
 
 TRANSPORTS = ("all_gather", "all_to_all")
 ON = ("2x4", "4x2", "1x8", "dp2x2x2")
@@ -151,27 +149,6 @@ def test_ep_of_two_axes(transport, kind):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    "wire",
-    [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")],
-)
-def test_wire_format(transport, wire):
-    """Breaks if rows arrive otherwise than `quantize` rounds them, or if ids or weights are rounded too."""
-    mesh = "2x4"
-    x, experts, weights = inputs(mesh)
-    x = random(5, *x.shape)
-    _, received = run(
-        "custom_partitioning",
-        mesh,
-        (x, experts, weights),
-        wire=wire,
-        exchange=transport,
-    )
-    want = round_trip(x, wire, (1, wire.block))
-    check_received(mesh, transport, received, want, experts, weights, slots_of(mesh, transport))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bfloat16_rows(transport):
     """Breaks if rows travel in another dtype than their own, or weights in another than float32."""
     x, experts, weights = inputs("2x4")
@@ -222,17 +199,16 @@ def test_balanced_rows(ranks):
     )
 
 
-@pytest.mark.parametrize("wire", (None, Format(block=8)))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("way", WAYS[:3])
-def test_collectives(way, transport, wire):
-    """Over ep alone: rows, ids and weights out, one sum back, each the other's transpose; quantized rows as bytes with
-    their scales. Anything over fsdp, or wider than asked, would be a bill paid each layer."""
+def test_collectives(way, transport):
+    """Over ep alone: rows, ids and weights out, one sum back, each the other's transpose. Anything over fsdp, or wider
+    than asked, would be a bill paid each layer."""
     x, experts, weights = inputs("2x4")
     layout = spec("2x4", TOKENS)
 
     def forward(x, experts, weights, engine):
-        r = dispatch(x, experts, weights, EXPERTS, exchange=transport, wire=wire, engine=engine)
+        r = dispatch(x, experts, weights, EXPERTS, exchange=transport, engine=engine)
         return combine(r.rows * r.rows, r, engine=engine), ()
 
     args = (x.astype(ml_dtypes.bfloat16), experts, weights)
@@ -250,7 +226,7 @@ def test_collectives(way, transport, wire):
     gathers = {"all-gather", "reduce-scatter"}
     assert {c.kind for c in traffic} == ({"all-to-all"} if transport == "all_to_all" else gathers)
     rows = sorted(c.dtype for c in traffic if c.size in (4 * LOCAL * WIDTH, LOCAL * WIDTH))
-    assert rows == ["bfloat16"] * (4 - (wire is not None)) + ["uint8"] * (wire is not None)
+    assert rows == ["bfloat16"] * 4
 
 
 def test_one_sided_is_refused():

@@ -2,12 +2,10 @@
 and the block with the kernel's one promise emulated. What no rank wrote is NaN, and ids of experts that exist."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -19,29 +17,21 @@ from moax.exchange import select_transport
 from moax.exchange.one_sided import plan_sends
 from moax.exchange.transport import find_slots
 from moax.kernels import device as machine
-from moax.kernels.scales import dequantize
-from moax.kernels.xla import quantize
 from moax.ops import combine, dispatch
-from moax.recipe import Format, get_recipe
-from support import TOKENS, WAYS, interpret, make_mesh, make_params, program, random, rel_norm, size, some, spec
+from support import TOKENS, WAYS, make_mesh, make_params, program, random, rel_norm, size, some, spec
 from support.block import BASE, block
 from support.exchange import (
     EXPERTS,
     LOCAL,
     EmulatedOneSided,
     check_delivery,
-    check_received,
     check_sums,
     check_transposes,
     choose,
     inputs,
     registered,
-    run,
-    slots_of,
-    wire_kernels,
 )
 from support.gpus import pretend
-from support.oracle.formats import round_trip
 
 
 @pytest.fixture
@@ -195,99 +185,6 @@ def test_ep_of_two_axes(emulated, kind):
     np.testing.assert_array_equal(y, np.asarray(x) * np.asarray(weights).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")],
-)
-def test_wire_format(emulated, wire):
-    """Breaks if quantized rows, their scales of 4 bytes or 1, ids or weights unpack otherwise than they were packed."""
-    x, experts, weights = inputs("2x4")
-    x = random(5, *x.shape)
-    _, received = run(
-        "custom_partitioning",
-        "2x4",
-        (x, experts, weights),
-        wire=wire,
-        exchange="one_sided",
-    )
-    want = round_trip(x, wire, (1, wire.block))
-    check_received(
-        "2x4",
-        "one_sided",
-        received,
-        want,
-        experts,
-        weights,
-        slots_of("2x4", "one_sided"),
-    )
-
-
-WIRES = (Format(), Format("e5m2", scale="pow2"), Format(scale="e8m0"), Format(block=32))
-
-
-EVERY_WIRE = itertools.product(("one_sided", "all_to_all"), WIRES, (None, 0.6))
-# Each transport, wire and factor, and the kernels with both transports.
-SOME_WIRES = [("one_sided", WIRES[i], (None, 0.6)[i % 2]) for i in range(3)]
-SOME_WIRES += [("all_to_all", WIRES[0], 0.6), ("all_to_all", WIRES[3], None)]
-
-
-@pytest.mark.parametrize(
-    "transport, wire, factor",
-    some([*SOME_WIRES, *(case for case in EVERY_WIRE if case not in SOME_WIRES)], len(SOME_WIRES)),
-)
-def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
-    """Breaks if the kernels are asked for a wire that they do not take, or are not for one that they do; the rows, ids
-    and weights are the same by either."""
-    tokens = 128
-    _, experts, weights = inputs("2x4", tokens=tokens)
-    x = random(5, len(experts), 160).astype(ml_dtypes.bfloat16)
-    called = wire_kernels(monkeypatch)
-    options = dict(wire=wire, exchange=transport, capacity_factor=factor)
-    _, got = run("shard_map", "2x4", (x, experts, weights), **options)
-    theirs = wire.block == 128 and wire.scale != "e8m0"
-    back = theirs and transport == "one_sided" and got.rows.shape[0] // 8 % 128 == 0
-    assert called == {*["quantize_by_row"] * theirs, *["dequantize_rows"] * back}
-    want = round_trip(x, wire, (1, wire.block)).astype(x.dtype).astype(np.float32)
-    got = dataclasses.replace(got, rows=got.rows.astype(np.float32))
-    check_received(
-        "2x4",
-        transport,
-        got,
-        want,
-        experts,
-        weights,
-        slots_of("2x4", transport, factor, tokens),
-    )
-
-
-@pytest.mark.parametrize("wire", (Format(), Format("e5m2", scale="pow2")))
-def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
-    """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
-    and from these what XLA makes of them to the bit."""
-    by_kernels = pytest.importorskip("moax.kernels.hopper")
-    x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
-    want = quantize(x, wire, (1, 128))
-
-    def there_and_back(x, others, ends):
-        q = by_kernels.quantize(x, wire, (1, 128))
-        words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
-        return q, by_kernels.dequantize_wire(q.data, words, ends, wire, x.dtype)
-
-    q, back = interpret(
-        there_and_back,
-        x,
-        np.full((rows, 3), -1, np.int32),
-        np.array([7, count], np.int32),
-    )
-    np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
-    assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1
-    assert (q.data == want.data).mean() > 0.999
-    np.testing.assert_array_equal(
-        np.float32(back)[:count],
-        np.float32(dequantize(q, x.dtype))[:count],
-    )
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("mesh, way", [("2x4", "explicit"), ("2x4", "user_vma")])
 def test_block(emulated, mesh, way):
@@ -305,7 +202,7 @@ def test_block(emulated, mesh, way):
 @pytest.mark.more
 @pytest.mark.parametrize(
     "recipe",
-    some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"), 1),
+    some(("fp8_block", "fp8_tensor"), 1),
 )
 def test_block_quantized(emulated, recipe):
     """No scale, of a row or of the whole tensor, is taken of a row that nobody wrote."""

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 from moax.exchange import TRANSPORTS, OneSided, Transport
 from moax.exchange.transport import allot_slots
-from moax.kernels.scales import DTYPES
-from moax.kernels.xla import quantize
 from moax.mesh.specs import MeshView
-from moax.ops import combine, dispatch, dispatch_combine
+from moax.ops import combine, dispatch
 from support import TOKENS, integers, program, size, spec
 
 WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
@@ -255,36 +252,3 @@ def poison(shape, dtype):
     if dtype == jnp.uint8:
         return jnp.full(shape, 0x7F, dtype)
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
-
-
-def quantize_by_row(x, blocks, *, format, **_):
-    """Computes what the kernel does that quantizes rows for the wire, by XLA."""
-    from moax.kernels.hopper.formats import KMajorFp8
-
-    q = quantize(x, format, (1, 128))
-    return KMajorFp8(lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), q.scale), None
-
-
-def dequantize_rows(data, words, ends, *, dtype):
-    """Computes what the kernel does that dequantizes rows of the wire; rows that it need not write are NaN."""
-    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
-    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
-    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
-
-
-def wire_kernels(monkeypatch) -> set[str]:
-    """Quantizes rows for the wire as if the Hopper kernels ran here; yields which of them were asked."""
-    hopper = pytest.importorskip("moax.kernels.hopper")
-    called = set()
-
-    def counted(fn):
-        def asked(*args, **options):
-            called.add(fn.__name__)
-            return fn(*args, **options)
-
-        return asked
-
-    monkeypatch.setattr(hopper, "quantize_rows", counted(quantize_by_row))
-    monkeypatch.setattr(hopper, "dequantize_rows", counted(dequantize_rows))
-    monkeypatch.setattr(dispatch_combine, "select_kernels", lambda *_, **widths: "hopper")
-    return called

@@ -19,7 +19,6 @@ from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
 from moax.exchange.one_sided import plan_sends
 from moax.params import operand_shapes
-from moax.recipe import Format, Recipe
 from support import some
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +37,19 @@ BIASED = moax.MoEConfig(
     router=LATE,
     capacity_factor=1.25,
 )
-WIRE = Recipe(Format(), Format(tile=128), Format(), wire=Format())
 TOKENS = 32  # of a GPU
 CASES = {
     "dp-fsdp-ep": (SHARED, {"dp": 2, "fsdp": 2, "ep": 2}, None, "all_gather", 1.25),
     "tp-mxfp8-all_to_all": (SHARED, {"fsdp": 2, "ep": 2, "tp": 2}, "mxfp8", "all_to_all", 1.25),
-    "fsdp-on-model-fp8_block-capacity-wire": (
+    "fsdp-on-model-fp8_block-capacity": (
         BIASED,
         {"fsdp": 4, "ep": 2},
-        WIRE,
+        "fp8_block",
         "all_to_all",
         1.25,
     ),
     "fp8_tensor": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_tensor", "all_gather", 1.25),
-    "passes-fp8_block-wire": (SHARED, {"fsdp": 2, "ep": 4}, WIRE, "all_to_all", 0.1),
+    "passes-fp8_block": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 0.1),
     "latent-fp8_block": (LATENT, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 1.25),
     "latent-tp": (LATENT, {"fsdp": 2, "ep": 2, "tp": 2}, "fp8_block", "all_to_all", 1.25),
     "passes-rows-again": (SHARED, {"fsdp": 2, "ep": 4}, None, "all_to_all", 0.1),
@@ -73,8 +71,8 @@ def listed(transfers) -> Counter:
         [
             "dp-fsdp-ep",
             "tp-mxfp8-all_to_all",
-            "fsdp-on-model-fp8_block-capacity-wire",
-            "passes-fp8_block-wire",
+            "fsdp-on-model-fp8_block-capacity",
+            "passes-fp8_block",
             "fp8_tensor",
             "latent-tp",
         ],
@@ -101,9 +99,9 @@ def test_bytes_are_those_of_the_program(case):
     some(
         [
             "dp-fsdp-ep",
-            "passes-fp8_block-wire",
+            "passes-fp8_block",
             "passes-rows-again",
-            "fsdp-on-model-fp8_block-capacity-wire",
+            "fsdp-on-model-fp8_block-capacity",
             "latent-fp8_block",
         ],
         3,
@@ -305,8 +303,7 @@ def routed(config, tokens, ranks):
     return np.where(wanted, np.cumsum(wanted, 0) - 1, tokens).astype(np.int32)
 
 
-@pytest.mark.parametrize("wire", (None, Format()))
-def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
+def test_one_sided_bytes_are_those_of_the_plan(tokens=2048, ranks=4):
     """Breaks if the bytes that one_sided writes to peers are not those of the rows that its plan sends: within 2 % for
     a random routing, padding to 16 bytes included."""
     config = moax.MoEConfig(d_model=160, d_ff=96, num_experts=16, top_k=2)
@@ -321,13 +318,10 @@ def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
         tokens * config.top_k,
     )
     remote = int(plan.places[0, 1, -1]) - int(sent[0])
-    estimated = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire),
-                     exchange="one_sided", kernels="xla")  # fmt: skip
-    # A row has ids and weights, and with a wire two scales: 24 bytes of 32.
-    row, words = (320, 16) if wire is None else (160, 32)
+    estimated = estimate(config, {"ep": ranks}, tokens, exchange="one_sided", kernels="xla")
     plan_bytes = sum(t.bytes for t in estimated.transfers["dispatch"] if t.kind == "all-gather")
     assert plan_bytes == (ranks - 1) * ranks * (tokens // 32) * 4
-    expected = pytest.approx(remote * (row + words), rel=0.02)
+    expected = pytest.approx(remote * (320 + 16), rel=0.02)
     assert estimated.wire_bytes("dispatch") - plan_bytes == expected
     assert estimated.wire_bytes("dispatch_grad") == pytest.approx(remote * (320 + 16), rel=0.02)
 

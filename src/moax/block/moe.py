@@ -43,7 +43,7 @@ from moax.ops.matmul import dense
 from moax.ops.router import router_logits
 from moax.ops.weights import gather_quantized, quantize_weight, values_of
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import Recipe, Recipes, get_recipes
+from moax.recipe import Recipe, Recipes
 from moax.types import QuantizedParams, Routing
 
 
@@ -315,8 +315,7 @@ def _plan(
         raise ValueError(f"x: its {num_tokens} rows are not divisible by mesh axes {axes.tokens} of {shards} devices")
     transport = None
     if options.exchange != "auto":
-        element_bytes = x.dtype.itemsize if get_recipes(options.recipe).wi.wire is None else 1
-        transport = select_transport(options.exchange, view, config.d_rows * element_bytes)
+        transport = select_transport(options.exchange, view, config.d_rows * x.dtype.itemsize)
     tokens = num_tokens // shards
     return make_plan(
         config,

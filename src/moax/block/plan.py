@@ -143,12 +143,10 @@ def make_plan(
         ranks=ranks,
         tokens=tokens,
         slots=slots if TRANSPORTS[transport].has_slots else all_slots,
-        wire=recipe.wi.wire,
-        kernels=kernels,
         num_experts=config.num_experts,
         capacity=all_slots,
     )
-    rounds = size_rounds(config, exchange, math.lcm(align_wi, align_wo), options.buffer_factor)
+    rounds = size_rounds(config, exchange, kernels, math.lcm(align_wi, align_wo), options.buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
     must_keep = bool(ep) or frozen
@@ -183,7 +181,9 @@ def make_plan(
     )
 
 
-def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_factor: float | None) -> Rounds:
+def size_rounds(
+    config: MoEConfig, exchange: ExchangeSpec, kernels: str, align: int, buffer_factor: float | None
+) -> Rounds:
     """Returns the buffers of all rounds; `exchange` is of the first one, and groups start at multiples of `align`."""
     tokens, ranks, slots = exchange.tokens, exchange.ranks, exchange.slots
     has_slots = TRANSPORTS[exchange.transport].has_slots
@@ -199,7 +199,7 @@ def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_fa
     # A symbolic size has the worst case itself.
     limits_rows = max_rows is not all_rows and max_rows < all_rows
     limits_slots = slots is not exchange.capacity and slots < exchange.capacity
-    make_permute = functools.partial(PermuteSpec, num_groups, align, capacity, exchange.kernels, exchange.axes)
+    make_permute = functools.partial(PermuteSpec, num_groups, align, capacity, kernels, exchange.axes)
     first = make_permute(max_rows=max_rows if limits_rows else None)
     later = make_permute(max_rows=-(-max_rows * LATER_ROWS // 20))
     return Rounds(

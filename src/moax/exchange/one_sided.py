@@ -78,10 +78,10 @@ class OneSided(Transport):
         ends = sent.places.reshape(-1)
         if not narrow:
             (rows,) = self._put(static, [rows], sent.token, sent.places, THERE, out_rows)
-            return Arrived(rows, [], None, ends)
+            return Arrived(rows, [], ends)
         words = jnp.concatenate([_to_words(v) for v in narrow], axis=1)
         rows, words = self._put(static, [rows, words], sent.token, sent.places, THERE, out_rows)
-        return Arrived(rows, split_words(words, narrow), words, ends)
+        return Arrived(rows, split_words(words, narrow), ends)
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         """Returns the rows in one pass of one kernel and sums them in float32. It reads no other row."""

@@ -36,13 +36,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax.kernels import DEFAULT
 from moax.kernels.device import sums_in_pieces
 from moax.kernels.groups import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import sum_scatter
 from moax.mesh.specs import MeshView
-from moax.recipe import Format
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
 
@@ -56,8 +54,6 @@ class ExchangeSpec:
       axes, ranks: the mesh axes by role, and the number of devices along ep.
       tokens: T of a shard.
       slots: the rows that each pair of ranks exchanges in one round, if the transport has slots.
-      wire: the format of rows that are sent; None sends them in their own dtype. Sums travel in their own dtype.
-      kernels: the implementation that quantizes rows for the wire.
       num_experts: E of the whole mesh; a combine does not ask.
       capacity: the most rows that each pair of ranks exchanges in all rounds; a token past them is dropped.
     """
@@ -67,8 +63,6 @@ class ExchangeSpec:
     ranks: int
     tokens: int
     slots: int
-    wire: Format | None = None
-    kernels: str = DEFAULT
     num_experts: int = 0
     capacity: int = 0
 
@@ -89,14 +83,12 @@ class Arrived(NamedTuple):
     Attributes:
       rows: [R, H], the rows that arrived.
       narrow: one array [R, W] for each narrow array that was sent, bit for bit.
-      words: [R, V] i32, the narrow arrays side by side in their order, if they travelled as words; else None.
       ends: [P] i32. Rows from ends[-1] on may hold anything. None means that every row holds a token, or 0 in an empty
         slot.
     """
 
     rows: Array
     narrow: list[Array]
-    words: Array | None = None
     ends: Array | None = None
 
 
@@ -161,7 +153,7 @@ class Transport:
     def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
 
-        Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
+        Each narrow array [T, W], of 4 bytes an element, travels with the rows.
         """
         raise NotImplementedError
 

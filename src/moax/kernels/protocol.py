@@ -105,12 +105,6 @@ class Kernels(Protocol):
         """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
         ...
 
-    def dequantize_wire(
-        self, data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
-    ) -> Float[Array, "R C"]:
-        """Returns the rows [R, C] before ends[-1], from bytes and `words` [R, W] i32, which begin with the scales."""
-        ...
-
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (), *,
         gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,

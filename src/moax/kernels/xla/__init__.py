@@ -26,7 +26,6 @@ from moax.kernels.device import rounds_in_matmul
 from moax.kernels.groups import Groups, Packing, align_up, find_groups, scale_rows, sum_before, zero_rows
 from moax.kernels.scales import dequantize
 from moax.kernels.xla.operands import (
-    dequantize_wire,
     gather_rows,
     make_weight_operand,
     quantize,
@@ -40,7 +39,7 @@ from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
-    "dequantize_wire", "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
+    "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
     "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard", "sorts_and_quantizes",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
