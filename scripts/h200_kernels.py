@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.tune import candidates
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, exchange, permute, plan, quantize, tiles
+from moax.kernels.hopper.pallas import activation, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -163,10 +163,6 @@ def place_assignments(experts, weights, *part, groups):
     return plan.build_permutation(experts, counted, groups, BLOCK, rows, weights, part or None)
 
 
-def put_locally(x, places):
-    return exchange.put_rows([x, x], None, places, 0, 512, ())
-
-
 def kernels(
     every_tile: bool = True,
 ) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
@@ -240,7 +236,6 @@ def kernels(
                 weight = [((EXPERTS, GPT_OSS.d_model, width), dtype)]
                 yield f"quantize_weight {width} {name}{' transposed' * transposed}", one, weight
         yield f"gather_rows {width}", with_blocks(permute.gather_rows), [x, ((ROWS,), I32), sizes]
-        yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         h = ((ROWS, 2 * width), BF16)
         d_a = x

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import moax
 from benchmarks.block.block import PERF
 from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
-from moax.exchange.one_sided import plan_sends
 from moax.params import operand_shapes
 from support import some
 
@@ -149,7 +147,7 @@ def measured(*names: str) -> list[dict]:
     return [r for r in rows if not (r["recipe"] == "none" and r["case"].startswith("qwen3"))]
 
 
-H200 = measured("h200_block.json", "h200x2_block.json", "h200x2_block_one_sided.json")
+H200 = measured("h200_block.json", "h200x2_block.json")
 EXTRA = [pytest.param(row, marks=pytest.mark.more) for row in H200[1:]]
 
 
@@ -293,45 +291,6 @@ def test_auto_counts_a_row_with_a_slot_as_more(model, ep, transport):
         estimate(model, {"ep": ep}, 8192, exchange=e, kernels="xla").wire_bytes() for e in ("auto", transport)
     )
     assert auto == alone
-
-
-def routed(config, tokens, ranks):
-    """Random distinct experts of each token, as slots for each rank by the definition."""
-    experts = np.argsort(np.random.default_rng(0).random((tokens, config.num_experts)), axis=1)[:, : config.top_k]
-    per_rank = config.num_experts // ranks
-    wanted = np.stack([(experts // per_rank == rank).any(1) for rank in range(ranks)], axis=1)
-    return np.where(wanted, np.cumsum(wanted, 0) - 1, tokens).astype(np.int32)
-
-
-def test_one_sided_bytes_are_those_of_the_plan(tokens=2048, ranks=4):
-    """Breaks if the bytes that one_sided writes to peers are not those of the rows that its plan sends: within 2 % for
-    a random routing, padding to 16 bytes included."""
-    config = moax.MoEConfig(d_model=160, d_ff=96, num_experts=16, top_k=2)
-    slot = routed(config, tokens, ranks)
-    sent = (slot < tokens).sum(0).astype(np.int32)
-    counts = np.broadcast_to(sent, (ranks, ranks))
-    plan = plan_sends(
-        jnp.asarray(slot),
-        jnp.asarray(sent),
-        jnp.asarray(counts),
-        0,
-        tokens * config.top_k,
-    )
-    remote = int(plan.places[0, 1, -1]) - int(sent[0])
-    estimated = estimate(config, {"ep": ranks}, tokens, exchange="one_sided", kernels="xla")
-    plan_bytes = sum(t.bytes for t in estimated.transfers["dispatch"] if t.kind == "all-gather")
-    assert plan_bytes == (ranks - 1) * ranks * (tokens // 32) * 4
-    expected = pytest.approx(remote * (320 + 16), rel=0.02)
-    assert estimated.wire_bytes("dispatch") - plan_bytes == expected
-    assert estimated.wire_bytes("dispatch_grad") == pytest.approx(remote * (320 + 16), rel=0.02)
-
-
-def test_one_sided_is_of_one_host():
-    """Breaks if one_sided is estimated on more GPUs than a host has, or asked of this machine."""
-    estimated = estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla")
-    assert estimated.plan.first.exchange.transport == "all_gather"
-    with pytest.raises(moax.Unsupported, match="the 8 GPUs of one host, and the mesh has 16"):
-        estimate(SHARED, {"ep": 16}, 64, exchange="one_sided")
 
 
 def test_wire_results():

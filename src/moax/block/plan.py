@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moax.config import MoEConfig, Options
-from moax.exchange import AUTO, TRANSPORTS
+from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.groups import allot_rows
@@ -96,7 +96,6 @@ class BlockPlan:
 def make_plan(
     config: MoEConfig,
     options: Options,
-    transport: str | None,
     *,
     axes: ResolvedAxes,
     declared: MoEParams[Spec],
@@ -109,12 +108,12 @@ def make_plan(
 
     Args:
       config, options: the block, and how it runs.
-      transport: the name of the transport; None leaves the choice to `choose_transport`.
       declared: the spec of each parameter.
       axes, dtype, frozen: see `BlockPlan`.
       gathered: whether wi and wo come quantized and gathered.
 
     Raises:
+      ValueError: no transport has the name of `options.exchange`.
       Unsupported: kernels chosen by name cannot run.
     """
     recipe = get_recipes(options.recipe)
@@ -135,7 +134,8 @@ def make_plan(
         config.capacity_factor,
         options.buffer_factor,
     )
-    if transport is None:
+    transport = find_transport(options.exchange)
+    if options.exchange == "auto":
         transport = choose_transport(config, axes, tokens, slots)
     exchange = ExchangeSpec(
         transport=transport,
@@ -210,23 +210,22 @@ def size_rounds(
 
 
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
-    """Returns the portable transport whose balanced step costs least, and of equal ones the first.
+    """Returns the transport whose balanced step costs least, and of equal ones the first.
 
-    A step costs what its rows cost. A row has the same bytes in every portable transport, and with few ranks a row with
-    a slot costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
+    A step costs what its rows cost. A row has the same bytes in every transport, and with few ranks a row with a slot
+    costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
     the result is all_gather, which drops none on the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO
     slot_cost = SLOT_COST if axes.size(axes.ep) <= MEASURED_RANKS else 1
-    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
 
     def cost(name: str) -> float:
         if TRANSPORTS[name].has_slots:
             return slots * slot_cost
         return tokens
 
-    return min(portable, key=cost)
+    return min(TRANSPORTS, key=cost)
 
 
 def check_layouts(view: MeshView, params: MoEParams[Array], declared: MoEParams[Spec]) -> None:

@@ -18,15 +18,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.exchange import TRANSPORTS, select_transport
+from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, Planned, Sent, allot_slots
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view
 from moax.types import Received
-
-# the names of the scopes around the operations of each step
-STEPS = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 
 
 def dispatch(
@@ -58,7 +55,6 @@ def dispatch(
 
     Raises:
       ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
-      Unsupported: the transport cannot run on this machine and mesh.
     """
     check_value("num_experts", num_experts, int)
     if capacity_factor is not None:
@@ -69,7 +65,7 @@ def dispatch(
     if num_experts % ranks:
         raise ValueError(f"num_experts={num_experts} is not divisible by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // _count_shards(view)
-    transport = select_transport(exchange, view, x.shape[1] * x.dtype.itemsize)
+    transport = find_transport(exchange)
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     static = ExchangeSpec(
         transport=transport,
@@ -101,15 +97,13 @@ def combine(
 
     Raises:
       ValueError: `received` is no result of `dispatch`, or rows has another shape than `received.rows`.
-      Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
     check_value("received", received, Received, "moax.ops.dispatch")
     check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
-    transport = select_transport(received.transport, view, rows.shape[1] * rows.dtype.itemsize)
     ranks = view.axes.size(view.axes.ep)
     slots = rows.shape[0] // (_count_shards(view) * ranks)
-    static = ExchangeSpec(transport, view.axes, ranks, received.num_tokens, slots)
+    static = ExchangeSpec(received.transport, view.axes, ranks, received.num_tokens, slots)
     return _combine(view, static, rows, received.slots)[0]
 
 
@@ -142,22 +136,15 @@ def dispatch_forward(
             planned = transport.plan(static, experts, index)
         sent, dropped, rounds = planned
         # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
-        arrived = transport.send(static, x, (experts - no_expert, weights), sent)
-        ids, weights = arrived.narrow
+        rows, ids, weights = transport.send(static, (x, experts - no_expert, weights), sent)
         ids = ids + no_expert
         first_id = 0
         if static.axes.ep:
             first_id = lax.axis_index(static.axes.ep) * local_experts
         is_local = (ids >= first_id) & (ids < first_id + local_experts)
-        if arrived.ends is not None:
-            is_local &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
         local_ids = jnp.where(is_local, ids - first_id, local_experts).astype(jnp.int32)
         weights = jnp.where(is_local, weights, 0.0)
-        if arrived.ends is None:
-            count = is_local.any(-1).sum(dtype=jnp.int32)
-        else:
-            count = arrived.ends[-1]
-    rows = arrived.rows
+        count = is_local.any(-1).sum(dtype=jnp.int32)
     received = Received(rows, local_ids, weights, count[None], dropped, sent, static.transport, x.shape[0])
     return received, rounds
 
@@ -183,7 +170,7 @@ def combine_forward(static: ExchangeSpec, rows: Float[Array, "R H"], sent: Sent)
 def combine_backward(static: ExchangeSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
     """Returns d_rows of one device."""
     with jax.named_scope("combine_grad"):
-        return TRANSPORTS[static.transport].send(static, dy, (), sent).rows
+        return TRANSPORTS[static.transport].send(static, (dy,), sent)[0]
 
 
 def _dispatch_shards(static: ExchangeSpec, x, experts, weights):

@@ -38,7 +38,6 @@ from moax.kernels.hopper.formats import (
     supports_fp8,
 )
 from moax.kernels.hopper.pallas import activation, permute, plan
-from moax.kernels.hopper.pallas.exchange import put_rows as put_rows
 from moax.kernels.hopper.pallas.matmul import MERGES_DIMS, grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
