@@ -15,7 +15,7 @@ from benchmarks.block import block, imbalance, train
 from benchmarks.kernels import gemm
 from benchmarks.report import Row
 from benchmarks.timing import Repeats
-from benchmarks.wires import exchange, scatter, wire
+from benchmarks.wires import scatter, wire
 from lm import program
 from lm.program import factor, mesh_of
 from moax.checks import Unsupported
@@ -34,7 +34,6 @@ gemm       grouped matmuls, beside ragged_dot, Pallas kernels and PyTorch
 block      the whole block, beside SonicMoE's; with --mesh beside a layer of PyTorch
 train      a step of a language model on a mesh
 imbalance  the block on a mesh by the load of its busiest rank: time, overflow rounds, memory
-exchange   the exchange between devices, beside NCCL
 scatter    the sum of weight gradients, each grad_reduce_dtype beside the ring in bf16
 wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
            emulated devices, and writes benchmarks/results/wire.json or --out FILE
@@ -71,10 +70,6 @@ def run_gemm(
     peaks: dict[str, Any],
 ):
     return gemm.rows(chosen, peers, repeats, peaks, quick=args.quick)
-
-
-def run_exchange(args, chosen, peers, repeats, peaks):
-    return exchange.rows(chosen, args.devices, bool(peers), repeats)
 
 
 def run_scatter(args, chosen, peers, repeats, peaks):
@@ -144,12 +139,6 @@ BENCHMARKS = {
         options=ON_MESH,
     ),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
-    "exchange": Benchmark(
-        run_exchange,
-        {"perf": exchange.PERF, "tiny": exchange.TINY},
-        ((exchange.NCCL,),) * 2,
-        options=("devices",),
-    ),
     "scatter": Benchmark(run_scatter, BLOCKS),
 }
 
@@ -238,7 +227,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
     )
     add("overlap", "compile with moax.OVERLAP_OPTIONS", action="store_true")
-    add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
     add(
         "buffer-factor",
         "the argument of moax.moe, 1.25 without it; none: the worst case",

@@ -32,13 +32,11 @@ Interval = tuple[float, float]  # start and end
 
 COMPUTE = "compute"
 COPY = "copy"
-EXCHANGE = "moax exchange"
 # An op has the name of XLA's instruction, all-gather-start.3, or that of JAX's function, all_gather.3 and ppermute.1.
 OF_JAX = {"ppermute": "collective-permute", **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce")}
 OF_OP = re.compile(rf"({'|'.join((*KINDS, *OF_JAX))})(-start|-done)?(\.[\w.]+)?$")
 # (a pattern of a kernel's name, its kind), for kernels whose op does not name a collective. NCCL sends an all-to-all
-# and a permute with one kernel, which only the op tells apart. XLA makes GPUs wait for one another before a kernel that
-# writes to peers.
+# and a permute with one kernel, which only the op tells apart.
 OF_KERNEL = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
@@ -49,7 +47,6 @@ OF_KERNEL = tuple(
         (r"RaggedAllToAll", "ragged-all-to-all"),
         (r"nccl\w*SendRecv", "send-receive"),
         (r"nccl\w*Kernel", "other collective"),
-        (r"put_rows|MultiGpuBarrier", EXCHANGE),
         (r"^(Memcpy|Memset)", COPY),
     )
 )

@@ -1,8 +1,7 @@
 """This script compiles for H200s that this machine does not have, and reads the programs: h200.py WHAT [options].
 
 sass      compiles the kernels, and the block for 4 H200s, to SASS, and prints the registers of each kernel. It asserts
-          that no kernel spills registers, that weights cross as bytes and gradients are reduce-scattered, and that a
-          one-sided exchange knows its replicas and leaves only the collective of its counts.
+          that no kernel spills registers, that weights cross as bytes, and that gradients are reduce-scattered.
 launches  counts the operations of a layer of qwen3-30b that start a kernel or a copy, forward and backward. It fails
           where they are more than the limit of the case. A card may run a few more: a sort by cub is several kernels.
 memory    compiles a scan of qwen3-30b layers for 8 and 64 H200s, and prints its memory beside the word of the estimate:
@@ -17,7 +16,6 @@ overlap   compiles layers (dense products, norms, the block) in `jax.lax.scan` o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import math
@@ -32,17 +30,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 from described import make_operands, mesh_of_h200s
-from h200_kernels import BF16, F8, F32, I32, WIDTHS, kernels
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from h200_kernels import BF16, F32, kernels
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import moax
 from benchmarks import report
 from benchmarks.block.overlap import DENSE, make_step
 from moax import inspect
 from moax.estimate import estimate
-from moax.kernels.hopper.pallas import exchange
 from moax.models import MODELS
-from moax.recipe import Format, get_recipe
 
 QWEN3 = MODELS["qwen3-30b"].config
 TOKENS = 8192
@@ -89,90 +85,17 @@ def compile_kernels(only: str) -> None:
             jax.jit(fn).lower(*shapes).compile()
 
 
-def compile_exchange(only: str) -> None:
-    """Compiles the exchange of rows and of words beside rows, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
-    for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
-        mesh = mesh_of_h200s((2, 2), names)
-        places = ((4, 2, 2 * len(axes)), I32)
-        for width, dtype in itertools.product(WIDTHS, (BF16, F8, F32)):
-            name = f"exchange {width} {dtype.__name__} {names}"
-            if only not in name:
-                continue
-            print(f"== {name}", flush=True)
-
-            def put(*args, axes=axes):
-                return exchange.put_rows(args[:2], *args[2:], 0, 512, axes)
-
-            shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
-            place = NamedSharding(mesh, PartitionSpec(names))
-            operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
-            over = jax.shard_map(
-                put,
-                mesh=mesh,
-                in_specs=place.spec,
-                out_specs=place.spec,
-                check_vma=False,
-            )
-            check_replicas(name, jax.jit(over).lower(*operands).compile(), 1)
-
-
-def check_replicas(name: str, compiled, count: int) -> None:
-    """Exits unless the program has at least that many kernels that write to peers, and all know the four devices."""
-    replicas = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
-    if len(replicas) < count or set(replicas) != {"0,1,2,3"}:
-        sys.exit(f"{name}: {len(replicas)} kernels write to peers, of replicas {set(replicas)}")
-
-
-def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
-    """Compiles the gradients of a small block on 4 H200s, or of a rematerialized scan of layers."""
+def compile_small(name: str, mesh: Mesh, **options):
+    """Compiles the gradients of a small block on 4 H200s."""
     print(f"== {name}", flush=True)
     with jax.set_mesh(mesh):
         params, x = make_operands(SMALL, 1024, axes=options.get("axes", moax.Axes()), dtype=F32)
 
         def loss(x, params):
-            block = functools.partial(
-                moax.moe,
-                params=params,
-                config=SMALL,
-                kernels="hopper",
-                **options,
-            )
-            layer = jax.checkpoint(lambda x, _: (x + block(x)[0], None))
-            if layers:
-                y = jax.lax.scan(layer, x, None, length=layers)[0]
-            else:
-                y = block(x)[0]
+            y, _ = moax.moe(x, params, SMALL, kernels="hopper", **options)
             return jnp.sum(jnp.square(y.astype(F32)))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile(), params
-
-
-def compile_one_sided() -> None:
-    """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
-    wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
-    auto = AxisType.Auto
-    explicit = AxisType.Explicit
-    for kind, engine, recipe, factor in (
-        (auto, "auto", wired, None),
-        (auto, "shard_map", None, None),
-        (auto, "auto", "fp8_block", 0.5),
-        (explicit, "auto", "fp8_block", None),
-    ):
-        options_named = f"engine={engine} wire={recipe is wired} buffer_factor={factor}"
-        name = f"block one_sided {kind} {options_named}"
-        mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, exchange="one_sided", engine=engine, buffer_factor=factor)
-        compiled, _ = compile_small(name, mesh, layers=2, **options)
-        # The kernels are dispatch, combine, dispatch again and both transposes.
-        # The loop of overflow rounds has seven more.
-        check_replicas(name, compiled, 5 if factor is None else 12)
-        collectives = inspect.collectives(compiled, mesh=mesh)
-        gathers = [c for c in collectives if c.axes == ("ep",) and c.kind == "all-gather"]
-        over_ep = {(c.kind, c.dtype, c.size) for c in gathers}
-        counts = 2 * 2 * 1024 // 4 // 32  # of each pair of ranks, by 32 tokens
-        if over_ep != {("all-gather", "int32", counts)}:
-            sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
-        print(f"{name}: no collective over ep but that of the counts", flush=True)
 
 
 def compile_blocks() -> None:
@@ -204,10 +127,8 @@ def check_sass(args: argparse.Namespace) -> int:
     """Compiles in a process of its own, whose ptxas prints; prints the registers, and returns 1 where any spill."""
     if args.compile:
         compile_kernels(args.only)
-        compile_exchange(args.only)
-        for name, compile_them in (("one_sided", compile_one_sided), ("block", compile_blocks)):
-            if args.only in ("", name):
-                compile_them()
+        if args.only in ("", "block"):
+            compile_blocks()
         return 0
     command = [sys.executable, __file__, "sass", "--compile", "--only", args.only]
     env = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -458,7 +379,7 @@ def main() -> int:
         add = command.add_argument
         if name == "sass":
             add("--compile", action="store_true", help="compile here and print what ptxas says")
-            about = "kernels with this in their name; `one_sided` means the blocks that exchange so, `block` all others"
+            about = "kernels with this in their name; `block` means the blocks"
             add("--only", default="", metavar="TEXT", help=about)
         elif name == "launches":
             add("--list", action="store_true", help="print each operation that starts a kernel")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.tune import candidates
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, exchange, permute, plan, quantize, tiles
+from moax.kernels.hopper.pallas import activation, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -157,18 +157,10 @@ def quantize_gathered(x, source, sizes, **wanted):
     return quantize.quantize_rows(x, make_blocks(sizes, ROWS), gather_idx=source, **wanted)
 
 
-def quantize_by_row(x):
-    return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
-
-
 def place_assignments(experts, weights, *part, groups):
     counted = plan.count_groups(experts, groups)
     rows = 2 * experts.size
     return plan.build_permutation(experts, counted, groups, BLOCK, rows, weights, part or None)
-
-
-def put_locally(x, places):
-    return exchange.put_rows([x, x], None, places, 0, 512, ())
 
 
 def kernels(
@@ -237,18 +229,13 @@ def kernels(
             gathered = [((512, width), BF16), ((ROWS,), I32), sizes]
             quantize_them = functools.partial(quantize_gathered, **wanted)
             yield f"quantize_rows {width} gathered {wanted}", quantize_them, gathered
-        yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
-            wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
-            back = functools.partial(quantize.dequantize_rows, dtype=dtype)
-            yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             for transposed in (False, True):
                 one = functools.partial(quantize.quantize_weight, transposed=transposed)
                 name = dtype.__name__
                 weight = [((EXPERTS, GPT_OSS.d_model, width), dtype)]
                 yield f"quantize_weight {width} {name}{' transposed' * transposed}", one, weight
         yield f"gather_rows {width}", with_blocks(permute.gather_rows), [x, ((ROWS,), I32), sizes]
-        yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         h = ((ROWS, 2 * width), BF16)
         d_a = x

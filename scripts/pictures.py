@@ -22,7 +22,6 @@ GREY = "#a3abb3"
 LINE = "#d5dbe1"
 BLUE = "#0072b2"
 ORANGE = "#e07b00"
-GREEN = "#1b9e77"
 
 WIDTH = 560
 MARGIN = 14
@@ -35,7 +34,7 @@ LONGEST = 106  # the longest bar of a grid
 
 RECIPES = {"none": "bf16", "fp8_block": "FP8"}
 PEER_RECIPES = {"none": "none", "fp8_block": "fp8_rowwise"}
-EXCHANGES = {"all_gather": BLUE, "all_to_all": ORANGE, "one_sided": GREEN}
+EXCHANGES = {"all_gather": BLUE, "all_to_all": ORANGE}
 TOKENS = {8192: "8192", 16384: "16,384"}
 
 Times = dict[tuple[int, str, str, str], float]  # ms by ranks, model, recipe and exchange or implementation
@@ -218,7 +217,7 @@ def draw_layers(picture: Picture, results: Path, x: float) -> File:
 
 def draw_exchanges(results: Path) -> str:
     """Returns the picture of docs/how-to/choose.md: ms of the block by exchange."""
-    picture = Picture("Milliseconds of a block, forward and backward, by exchange", 380)
+    picture = Picture("Milliseconds of a block, forward and backward, by exchange", 316)
     two = []
     for name in ("qwen3", "mixtral", "dsv3"):
         two.append(read(results, f"h200x2_exchanges_{name}.json", picture))
@@ -234,7 +233,7 @@ def draw_exchanges(results: Path) -> str:
     picture.draw_legend(52, [(way, color, 108) for way, color in ways.items()])
     rows = []
     y = TOP
-    for ranks, size in ((2, 3), (4, 4)):
+    for ranks, size in ((2, 2), (4, 3)):
         for recipe, precision in RECIPES.items():
             picture.write(MARGIN, y + 20, f"ep {ranks}", bold=True)
             picture.write(MARGIN, y + 38, precision)
@@ -255,7 +254,7 @@ def draw_exchanges(results: Path) -> str:
             picture.draw_cell(bars, x, y, scale)
         x += COLUMN
     origins = " and ".join(dict.fromkeys(file.origin for file in two))
-    picture.write(MARGIN, 352, "8192 tokens a GPU; each model has a scale of its own", color=SOFT, size=12)
+    picture.write(MARGIN, 288, "8192 tokens a GPU; each model has a scale of its own", color=SOFT, size=12)
     picture.write_origins(f"ep 2: {origins}; ep 4: {four.origin}")
     return picture.render()
 

@@ -103,7 +103,6 @@ WRONG = [
     *_with(ops.dispatch, "experts", ([[0]], X, None), **{k: v for k, v in DISPATCH.items() if k != "experts"}),
     *_with(ops.dispatch, "num_experts", NOT_COUNTS, **{k: v for k, v in DISPATCH.items() if k != "num_experts"}),
     *_with(ops.dispatch, "capacity_factor", (0, -1.0, "1", True, float("nan")), **DISPATCH),
-    *_with(ops.dispatch, "wire", ("fp8", {}, 8), **DISPATCH),
     *_with(ops.combine, "received", (None, {}, X), rows=X),
     *_with(ops.quantize, "x", (*NOT_ARRAYS, INTS)),
     *_with(ops.quantize, "format", ("e4m3", None, {}, moax.recipe.RECIPES["mxfp8"]), x=X),

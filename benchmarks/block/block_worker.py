@@ -39,9 +39,9 @@ from moax.mesh.specs import named
 from moax.params import param_specs, token_spec
 
 TOP = 40  # The answer lists at most this many kernels.
-# These are parts of the names that NCCL, XLA and moax give to kernels that move data between devices, without
+# These are parts of the names that NCCL and XLA give to kernels that move data between devices, without
 # underscores. XLA's own all-reduce kernel has the name of its sum.
-MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^p(sum|max|min)")
+MOVES = re.compile(r"nccl|allreduce|raggedalltoall|^p(sum|max|min)")
 
 
 def main(argv: list[str]) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import moax
 from benchmarks.fuzz.cases import Case, Layout, draw
 from benchmarks.fuzz.oracle import Programs, by_moax, by_reference
+from moax.exchange import EXCHANGES
 from moax.params import token_spec
 
 ROLES = ("dp", "fsdp", "ep", "tp", "cp")
@@ -24,15 +25,7 @@ class DifferentBits(AssertionError):
     """Two runs of one program differ."""
 
 
-def exchanges(on_gpus: bool) -> tuple[str, ...]:
-    """Returns the exchanges that run on these devices."""
-    portable = ("auto", "all_gather", "all_to_all")
-    if on_gpus:
-        return (*portable, "one_sided")
-    return portable
-
-
-def draw_on_mesh(seed: int, devices: int, tiny: bool, on_gpus: bool) -> Case:
+def draw_on_mesh(seed: int, devices: int, tiny: bool) -> Case:
     """Returns the case of a seed on a mesh of up to `devices` devices, with sizes that the mesh divides."""
     case = draw(seed, tiny)
     rng = np.random.default_rng([seed, 3])
@@ -43,7 +36,7 @@ def draw_on_mesh(seed: int, devices: int, tiny: bool, on_gpus: bool) -> Case:
         sizes[str(role)] = 2 * sizes.get(str(role), 1)
     order = [role for role in ROLES if role in sizes]
     rng.shuffle(order)
-    exchange = str(rng.choice(exchanges(on_gpus and "ep" in sizes)))
+    exchange = str(rng.choice(EXCHANGES))
     ranks = sizes.get("ep", 1)
     rows = math.prod(size for role, size in sizes.items() if role not in ("tp", "cp"))
     sequence = sizes.get("cp", 1)

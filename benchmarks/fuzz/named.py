@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import moax
 from benchmarks.fuzz.cases import Case, Layout
-from benchmarks.fuzz.meshes import exchanges
+from moax.exchange import TRANSPORTS
 
 RECIPES = {"bf16": None, "fp8": "fp8_block"}
 SEED = 1_000_000  # a named case has this seed for its values, which no random case has
 
 
-def names(mesh: bool, on_gpus: bool) -> list[str]:
+def names(mesh: bool) -> list[str]:
     """Returns the names of the fixed cases, with those on a mesh if `mesh` says so."""
     names = []
     for recipe in RECIPES:
         names += [f"one_expert/{recipe}", f"wgrad_128/{recipe}"]
         if mesh:
-            for exchange in exchanges(on_gpus)[1:]:
+            for exchange in TRANSPORTS:
                 for kind in ("empty_rank", "one_expert", "one_token"):
                     names.append(f"{kind}/{exchange}/{recipe}")
     return names

@@ -19,8 +19,7 @@ or if no case ended. Several processes share a GPU.
 
 With `--mesh` a seed also draws a mesh of up to all devices of the machine (dp, fsdp, ep, tp and cp of 2 or 4 devices,
 Auto or Explicit) and an exchange. The kernels then run on the mesh, twice, and the two runs must give the same bits;
-XLA runs on one device. Processes compile at the same time, and one of them executes: the ranks of a kernel of
-`one_sided` wait for one another, and two such kernels on the same GPUs could each hold what the other one waits for.
+XLA runs on one device. Processes compile at the same time, and one of them executes.
 
 With `--named` fixed cases of what hung or broke other libraries run first; `benchmarks.fuzz.named` and
 `benchmarks.fuzz.large` have them. Those of `large` have a GPU of about 80 GB to themselves.
@@ -54,19 +53,19 @@ EMULATED = 4  # the devices of a CPU with --tiny
 locks: list[Any] = []
 
 
-def make_case(label: str, kernels: str, tiny: bool, mesh: bool) -> Case:
+def make_case(label: str, tiny: bool, mesh: bool) -> Case:
     """Returns the case of a name or of a seed."""
     devices = jax.device_count()
     if not label.isdecimal():
         return named.make_case(label, devices, tiny)
     if mesh:
-        return draw_on_mesh(int(label), devices, tiny, kernels == "hopper")
+        return draw_on_mesh(int(label), devices, tiny)
     return draw(int(label), tiny)
 
 
 def run_case(label: str, indices: list[int], kernels: str, tiny: bool, mesh: bool) -> list[dict[str, Any]]:
     """Runs draws of a case, and returns their rows: an error that one raises is a wrong result too."""
-    case = make_case(label, kernels, tiny, mesh)
+    case = make_case(label, tiny, mesh)
     rows = []
     programs = None
     with contextlib.ExitStack() as turn:
@@ -142,7 +141,7 @@ def phases(args: argparse.Namespace, seeds: list[str], indices: list[int]) -> li
     phases = []
     labels = []
     if args.named:
-        labels = named.names(args.mesh, args.kernels == "hopper")
+        labels = named.names(args.mesh)
         settings = (args.kernels, args.tiny)
         gpus = min(args.gpus, len(large.CASES))
         phases.append(Phase(list(large.CASES), 1, run_large, settings, gpus, args.gpus))

@@ -61,7 +61,6 @@ def scatter_gradients(
     plan = make_plan(
         config,
         Options(kernels="xla"),
-        None,
         axes=axes,
         declared=specs,
         tokens=1,

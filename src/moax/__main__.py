@@ -11,7 +11,7 @@ import math
 import platform as python
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from moax import __version__
 from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.estimate import HARDWARE, Estimate, estimate
-from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
+from moax.exchange import AUTO, EXCHANGES, TRANSPORTS
 from moax.hf import config_from_hf, moe_layers
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
 from moax.kernels.device import find_device
@@ -183,12 +183,12 @@ def choices() -> list[Choice]:
     note = best
     if best != DEFAULT:
         note = f"{best} {IMPLEMENTATIONS[best].note}, else {DEFAULT}"
-    kernel_choices = [_try("kernels", select_kernels, "auto", note)]
+    kernel_choices = [_try_kernels("auto", note)]
     for name, entry in IMPLEMENTATIONS.items():
-        kernel_choices.append(_try("kernels", select_kernels, name, entry.note))
-    exchange_choices = [_try("exchange", select_transport, "auto", select_transport("auto"))]
+        kernel_choices.append(_try_kernels(name, entry.note))
+    exchange_choices = [Choice("exchange", "auto", True, AUTO)]
     for name, transport in TRANSPORTS.items():
-        exchange_choices.append(_try("exchange", select_transport, name, transport.note))
+        exchange_choices.append(Choice("exchange", name, True, transport.note))
     running_kernels = [c.value for c in kernel_choices if c.runs and c.value != "auto"]
     recipe_choices = []
     for name, recipe in RECIPES.items():
@@ -199,13 +199,13 @@ def choices() -> list[Choice]:
     return kernel_choices + exchange_choices + recipe_choices
 
 
-def _try(argument: str, select: Callable[[str], object], value: str, note: str) -> Choice:
-    """Returns the `Choice` of a value that `select` takes, or refuses on this machine."""
+def _try_kernels(name: str, note: str) -> Choice:
+    """Returns the `Choice` of an implementation, with the reason where it cannot run on this machine."""
     try:
-        select(value)
+        select_kernels(name)
     except Unsupported as error:
-        return Choice(argument, value, False, re.sub(r"^\w+='\w+': ", "", str(error)))
-    return Choice(argument, value, True, note)
+        return Choice("kernels", name, False, re.sub(r"^\w+='\w+': ", "", str(error)))
+    return Choice("kernels", name, True, note)
 
 
 if __name__ == "__main__":

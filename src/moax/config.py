@@ -185,9 +185,9 @@ class Options:
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
         of these for wi and one for wo.
       axes: the role of each mesh axis; see `moax.Axes`.
-      exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
-        `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
-        capacity factor `auto` is all_gather, which drops nothing on the way. No token travels where ep has size 1.
+      exchange: the transport of tokens: `all_gather`, `all_to_all`, or `auto`: the one of them that costs less in a
+        balanced step on the mesh at hand. With a capacity factor `auto` is all_gather, which drops nothing on the way.
+        No token travels where ep has size 1.
       kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
         `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
       engine: the way from global arrays to shards on a mesh of Auto axes. `custom_partitioning`, which is `auto`, takes

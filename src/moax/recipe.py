@@ -83,22 +83,17 @@ class Recipe:
       x: the format of activations, in forward and wgrad.
       w: the format of weights, in forward and dgrad. A weight is quantized on its shard and gathered as bytes.
       dy: the format of gradients of activations, in dgrad and wgrad.
-      wire: the format of tokens and of their gradients while they travel to the ranks of their experts. It must have
-        blocks, which lie along the columns.
 
     Raises:
-      ValueError: a field is neither a Format nor None, or `wire` has no block.
+      ValueError: a field is neither a Format nor None.
     """
 
     x: Format | None
     w: Format | None
     dy: Format | None
-    wire: Format | None = None
 
     def __post_init__(self):
         check_fields(self, "Recipe: ")
-        if self.wire is not None and self.wire.block is None:
-            raise ValueError("Recipe: wire must have a block: a scale for the whole tensor would tie tokens together")
 
     @functools.cached_property
     def row_alignment(self) -> int:
@@ -121,14 +116,13 @@ class Recipes:
     """A recipe for each projection of a block.
 
     Attributes:
-      wi: the recipe of the matmul with wi: of x, wi and the gradient of the input of the activation. Its `wire` is the
-        format of tokens on their way.
+      wi: the recipe of the matmul with wi: of x, wi and the gradient of the input of the activation.
       wo: the recipe of the matmul with wo: of the activations, wo and the gradient of y.
 
     Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
 
     Raises:
-      ValueError: a name has no recipe, or the recipe of wo has another `wire` than that of wi.
+      ValueError: a name has no recipe.
     """
 
     wi: Recipe
@@ -137,8 +131,6 @@ class Recipes:
     def __init__(self, wi: str | Recipe | None = None, wo: str | Recipe | None = None):
         object.__setattr__(self, "wi", get_recipe(wi))
         object.__setattr__(self, "wo", get_recipe(wo))
-        if self.wo.wire not in (None, self.wi.wire):
-            raise ValueError(f"Recipes: wo has wire={self.wo.wire}; tokens travel by the wire of wi, {self.wi.wire}")
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:

@@ -67,28 +67,6 @@ class Routing:
     histogram: Int[Array, "E 1000"] | None = None
 
 
-class SendPlan(NamedTuple):
-    """Which rows a rank writes into the memory of its peers, and where it writes the rows that it sends back.
-
-    A rank sends at most C = T min(K, ranks) rows: the rows for rank 0 first, then the rows for rank 1, and so on; the
-    rows for one rank in order of their tokens. Rank 0 of 2, whose tokens 0, 1, 2 want ranks {0, 1}, {1}, {0}, sends
-    tokens 0 and 2 to itself, then tokens 0 and 1 to rank 1.
-
-    Attributes:
-      token: [C] i32, the token of each row that this rank sends; undefined past the last row. Here (0, 2, 0, 1, ..).
-      position: [T, ranks] i32, the row that this rank sends of a token to a rank; C where it sends none. Here (0, 2),
-        (C, 3), (1, C).
-      places: [2, 2, ranks] i32, (shift, end) of each way. `places[0]` is the way to the peers: row i, for
-        end[p - 1] <= i < end[p], goes to rank p, where it becomes row i + shift[p]. `places[1]` is the way back: the
-        received rows return to the ranks that sent them. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows
-        0 and 1 of rank 1.
-    """
-
-    token: Int[Array, " C"]
-    position: Int[Array, "T ranks"]
-    places: Int[Array, "2 2 ranks"]
-
-
 @pytree("transport", "num_tokens")
 class Received:
     """What a rank received from its expert-parallel peers.
@@ -100,7 +78,7 @@ class Received:
       count: [1] i32, how many rows have an expert of this rank.
       dropped: [1] i32, how many assignments (token, expert) of this rank's own tokens found no slot.
       slots: the way of the rows, by which `combine` returns them. all_gather: None. all_to_all: [ranks * slots] i32,
-        the token that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
+        the token that this rank sent in each slot, `num_tokens` for an empty slot.
       transport: the name of the transport.
       num_tokens: T, tokens of a shard.
     """
@@ -110,7 +88,7 @@ class Received:
     weights: Float[Array, "R K"]
     count: Int[Array, " 1"]
     dropped: Int[Array, " 1"]
-    slots: Int[Array, " C"] | SendPlan | None
+    slots: Int[Array, " C"] | None
     transport: str
     num_tokens: int
 

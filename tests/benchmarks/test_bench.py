@@ -221,14 +221,14 @@ def test_stages():
         (["gemm", "--cases", "huge"], "unknown huge"),
         (["gemm", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "--peers", "numpy"], "unknown numpy"),
-        (["exchange", "--cases", "groups"], "exchange has perf and tiny"),
+        (["scatter", "--cases", "groups"], "scatter has perf and tiny"),
         (
             ["block", "--peers", "torch", "--cases", "tiny"],
             "unknown torch; give some of all, none, sonic",
         ),
         (
-            ["gemm", "exchange", "--tokens", "8"],
-            "--tokens with gemm, exchange: it is for block and imbalance alone",
+            ["gemm", "scatter", "--tokens", "8"],
+            "--tokens with gemm, scatter: it is for block and imbalance alone",
         ),
         (["gemm", "scatter", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "wire"], "give it alone"),
@@ -294,7 +294,7 @@ def test_wire(tmp_path, monkeypatch, capsys):
 )
 @pytest.mark.parametrize(
     "what",
-    [["gemm"], ["block", "--mesh", "ep=2"], ["exchange"]],
+    [["gemm"], ["block", "--mesh", "ep=2"], ["scatter"]],
     ids=" ".join,
 )
 def test_a_cpu_refuses_the_shapes_of_models(what, options, capsys):

@@ -14,7 +14,6 @@ GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 NAMES = {
     "all-gather": GATHER,
     "reduce-scatter": "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL",
-    "moax exchange": "put_rows_mosaic_gpu_kernel",
     "copy": "MemcpyD2D",
     "compute": "grouped_matmul_fp8_mosaic_gpu_kernel",
 }
@@ -93,11 +92,6 @@ def test_overlaps_of_any_kernels():
         ("ncclDevKernel_Unknown_Kernel", "psum.3", "all-reduce"),
         ("ncclDevKernel_Broadcast_RING_LL", "", "other collective"),
         ("stream_executor::gpu::RaggedAllToAllKernelImpl", "", "ragged-all-to-all"),
-        (
-            "void stream_executor::gpu::MultiGpuBarrierKernelImpl<8>",
-            "custom-call.4",
-            "moax exchange",
-        ),
         ("MemcpyP2P", "all-gather-start.1", "all-gather"),
         ("loop_add_fusion", "all_gather_fusion.1", "compute"),
         ("input_all-reduce_fusion", "loop_fusion", "compute"),

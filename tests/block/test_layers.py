@@ -474,7 +474,7 @@ def test_stacked_layers(library, way):
     "options, error, message",
     [
         (dict(kernels="hopper"), moax.Unsupported, "kernels='hopper'"),
-        (dict(exchange="one_sided"), moax.Unsupported, "exchange='one_sided'"),
+        (dict(exchange="nccl"), ValueError, "exchange='nccl'"),
         (dict(recipe="fp4"), ValueError, "recipe='fp4'"),
         (dict(engine="fast"), ValueError, "engine='fast'"),
     ],

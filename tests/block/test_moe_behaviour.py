@@ -367,7 +367,6 @@ def error_of(**changes):
         (dict(engine="gspmd"), ValueError, "engine='gspmd'.*'shard_map'"),
         (dict(kernels="cuda"), ValueError, "kernels='cuda'.*'xla'"),
         (dict(kernels="hopper"), moax.Unsupported, "kernels='hopper'.*use 'auto' or 'xla'"),
-        (dict(exchange="one_sided"), moax.Unsupported, "exchange='one_sided'.*use 'all_gather'"),
     ],
 )
 def test_errors(changes, kind, says):

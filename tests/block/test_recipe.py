@@ -30,13 +30,13 @@ TENSOR = Format(block=None)
 def test_names(name, x, w, dy, alignment):
     """Breaks if a recipe is not what DESIGN.md section 5 says, or lets a block of rows hold two experts."""
     recipe = get_recipe(name)
-    assert recipe == Recipe(x, w, dy) and recipe.wire is None
+    assert recipe == Recipe(x, w, dy)
     assert recipe.row_alignment == alignment
 
 
 def test_a_recipe_is_taken_as_it_is():
     """Breaks if a user's own recipe is replaced, or if None quantizes."""
-    mine = Recipe(None, BLOCK, None, wire=MX)
+    mine = Recipe(None, BLOCK, None)
     assert get_recipe(mine) is mine and mine.row_alignment == 1
     assert get_recipe(None) is FULL
 
@@ -70,17 +70,11 @@ def test_formats_that_cannot_be(field, value, remedy):
         Format(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["x", "w", "dy", "wire"])
+@pytest.mark.parametrize("field", ["x", "w", "dy"])
 def test_recipes_hold_formats(field):
     """Breaks if a format given by name is found out when it is first used."""
     with pytest.raises(ValueError, match=f"Recipe: {field} is a str; it must be a moax.Format"):
         Recipe(**{**dict(x=None, w=None, dy=None), field: "e4m3"})
-
-
-def test_no_scale_ties_tokens_together():
-    """Breaks if rows travel with one scale for all: a token's result would depend on the other tokens."""
-    with pytest.raises(ValueError, match="wire must have a block"):
-        Recipe(None, None, None, wire=TENSOR)
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
@@ -152,11 +146,3 @@ def test_wrong_recipes(recipe, message):
     """Breaks if a misspelt projection trains unquantized."""
     with pytest.raises(ValueError, match=message):
         moax.Options(recipe=recipe)
-
-
-def test_one_wire():
-    """Breaks if a format of tokens that the block does not use is taken without a word."""
-    wired = Recipe(None, None, None, wire=Format(block=32))
-    assert Recipes(wired, "fp8_block").wi.wire == wired.wire == Recipes(wired, wired).wi.wire
-    with pytest.raises(ValueError, match="tokens travel by the wire of wi"):
-        Recipes("fp8_block", wired)

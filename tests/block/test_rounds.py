@@ -8,7 +8,6 @@ tests/block/test_quantized.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -24,7 +23,6 @@ from moax.exchange.transport import allot_slots
 from moax.kernels.groups import allot_rows
 from support import TOKENS, make_mesh, make_params, put, rel_norm, size, spec
 from support.block import BASE, MESH, ONE_DEVICE, block, check, cotangent, expected, make_x
-from support.exchange import EmulatedOneSided, registered
 from support.oracle.block import block as block_by_numpy
 from support.oracle.ops import choose_experts
 
@@ -119,13 +117,6 @@ def check_routings(
     return seen
 
 
-@contextlib.contextmanager
-def emulated(exchange: str):
-    """one_sided by XLA, where a test asks for it."""
-    with registered(exchange, EmulatedOneSided()) if exchange == "one_sided" else contextlib.nullcontext():
-        yield
-
-
 @pytest.mark.parametrize(
     ("mesh", "way", "exchange"),
     [
@@ -134,10 +125,10 @@ def emulated(exchange: str):
             pytest.param(*row, marks=pytest.mark.more)
             for row in (
                 ("dp2x2x2", "shard_map", "all_gather"),
-                ("1x8", "explicit", "one_sided"),
+                ("1x8", "explicit", "all_to_all"),
                 ("tp2x2x2", "explicit", "all_to_all"),
-                ("2x4", "user_vma", "one_sided"),
-                ("4x2", "shard_map", "one_sided"),
+                ("2x4", "user_vma", "all_to_all"),
+                ("4x2", "shard_map", "all_gather"),
                 ("8x1", "custom_partitioning", "all_to_all"),
             )
         ),
@@ -146,8 +137,7 @@ def emulated(exchange: str):
 def test_every_routing_is_exact(mesh, way, exchange):
     """Breaks if a round loses or repeats a row, a gradient of a later round is lost, ranks disagree on their rounds, or
     `stats.rounds` is not the most of any rank."""
-    with emulated(exchange):
-        numbers_of_rounds = check_routings(way, mesh, exchange)
+    numbers_of_rounds = check_routings(way, mesh, exchange)
     assert len(numbers_of_rounds) > 1 or mesh == "8x1", numbers_of_rounds
 
 
@@ -196,16 +186,15 @@ def test_without_biases():
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("exchange", "save_rows"),
-    [("all_to_all", False), ("all_gather", True), ("one_sided", True)],
+    [("all_to_all", False), ("all_to_all", True), ("all_gather", True)],
 )
 def test_saved_rows_change_nothing(exchange, save_rows):
     """Breaks if the rows that backward makes again are not those of forward."""
-    with emulated(exchange):
-        check(
-            block("shard_map", "2x4", exchange=exchange, save_rows=save_rows)(),
-            expected(BASE),
-            MESH,
-        )
+    check(
+        block("shard_map", "2x4", exchange=exchange, save_rows=save_rows)(),
+        expected(BASE),
+        MESH,
+    )
 
 
 @pytest.mark.more

@@ -296,11 +296,11 @@ def benchmark_table() -> list[str]:
     kept = [row["us"] / 1e3 for row in both if row["recipe"] == "fp8_block+kept"]
     add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], kept, [])
     for model in ("qwen3-30b", "mixtral-8x7b"):
-        for name, how in (("h200x2_block.json", "all_gather"), ("h200x2_block_one_sided.json", "one_sided")):
-            values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
-            add(f"block {model} T8192, ep 2, `{how}`, ms", name, min, *values)
+        name = "h200x2_block.json"
+        values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
+        add(f"block {model} T8192, ep 2, `all_gather`, ms", name, min, *values)
     for model in ("qwen3-30b", "mixtral-8x7b"):
-        for how in ("all_gather", "all_to_all", "one_sided"):
+        for how in ("all_gather", "all_to_all"):
             rows = [row for row in read_rows("x4_block.json") if row["case"].startswith(model)]
             rows = [row for row in rows if row["direction"] == "fwd+bwd" and not row["recipe"].endswith("+kept")]
             columns = [
@@ -334,13 +334,6 @@ def benchmark_table() -> list[str]:
                 for column in ((False, True), (False, False), (True, True), (True, False))
             ]
             add(f"step of {what}, {case}, {where}, ms", name, min, *columns)
-    exchange = [(r["direction"], r["impl"], r["recipe"], r["us"]) for r in read_rows("h200x2_exchange.json") if r["us"]]
-    for direction in ("dispatch", "combine"):
-        columns = [
-            [us for d, i, r, us in exchange if (d, i, r) == (direction, impl, recipe)]
-            for recipe in ("none", "fp8") for impl in ("moax", "nccl all-to-all")
-        ]  # fmt: skip
-        add(f"{direction} of qwen3-30b, `one_sided` beside NCCL, us", "h200x2_exchange.json", min, *columns)
     for row in read_rows("h200x2_scatter.json"):
         if row["case"] == "qwen3-30b" and row["recipe"] in GRAD_REDUCE:
             what = f'sum of gradients of qwen3-30b, fsdp 2, `"{row["recipe"]}"`, ms'
@@ -372,14 +365,14 @@ def test_times_of_exchanges_are_committed():
     for name in ("qwen3", "mixtral", "dsv3"):
         times |= read_times(f"h200x2_exchanges_{name}.json")
     for model, recipe in {(model, recipe): None for model, recipe, _ in times}:
-        cells = [times[model, recipe, exchange] for exchange in ("all_gather", "all_to_all", "one_sided")]
+        cells = [times[model, recipe, exchange] for exchange in ("all_gather", "all_to_all")]
         assert f"| {model}, {labels[recipe]} | {' | '.join(cells)} |" in page
     of_four = {(r["case"].split()[0], r["impl"], r["recipe"], r["extra"].get("exchange")): r["us"] / 1e3
                for r in read_rows("x4_block.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
     alone = {(r["case"].split()[0], r["recipe"]): r["us"] / 1e3
              for r in read_rows("x4_block_one_gpu.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
     for model, recipe in alone:
-        own = [of_four[model, "moax", recipe, exchange] for exchange in ("all_gather", "all_to_all", "one_sided")]
+        own = [of_four[model, "moax", recipe, exchange] for exchange in ("all_gather", "all_to_all")]
         cells = [f"{time:.2f}" for time in (alone[model, recipe], *own)]
         peer = of_four.get((model, "torch", {"fp8_block": "fp8_rowwise"}.get(recipe, recipe), None))
         cells.append("-" if peer is None else f"{peer:.2f}")

@@ -25,11 +25,10 @@ pytestmark = [pytest.mark.loose]
 MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 ON_TWO = [
     ("2x1", "all_gather"),
-    *(("1x2", exchange) for exchange in ("one_sided", "all_to_all", "all_gather")),
+    *(("1x2", exchange) for exchange in ("all_to_all", "all_gather")),
 ]
 ON_FOUR = [
-    *(("2x2", e) for e in ("one_sided", "all_to_all", "all_gather")),
-    ("1x4", "one_sided"),
+    *(("2x2", e) for e in ("all_to_all", "all_gather")),
     ("1x4", "all_gather"),
 ]
 HOW = [
@@ -43,7 +42,7 @@ HOW = [
 ON_ONE = [("1x1", "all_gather")]
 SHORT = [
     *itertools.product(ON_ONE, (HOW[2], HOW[5])),
-    *zip(ON_TWO, (HOW[3], HOW[2], HOW[0], HOW[5]), strict=True),
+    *zip(ON_TWO, (HOW[3], HOW[0], HOW[5]), strict=True),
 ]
 CONFIG = moax.MoEConfig(512, 768, 16, 3, router=moax.RouterConfig(aux_loss=1e-2))
 
@@ -66,8 +65,6 @@ def test_of_the_block(where, how):
     fsdp, ep = MESHES[mesh]
     if jax.device_count() < fsdp * ep:
         pytest.skip(f"{fsdp * ep} GPUs, this machine has {jax.device_count()}")
-    if exchange == "one_sided" and kernels == "xla":
-        pytest.skip("XLA cannot write to another GPU")
     on = jax.sharding.Mesh(np.array(jax.devices()[: fsdp * ep]).reshape(fsdp, ep), ("fsdp", "ep"))
     with jax.set_mesh(on):
         where = moax.param_specs(CONFIG)

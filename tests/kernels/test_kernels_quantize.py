@@ -1,6 +1,6 @@
 """The quantization kernels: in interpret mode against `moax.ops.quantize`.
 
-Covers: rows, columns and weights x formats x widths x source dtypes; the wire, also on a GPU.
+Covers: rows, columns and weights x formats x widths x source dtypes.
 """
 
 import functools
@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.kernels import implementation
 from moax.kernels.groups import zero_rows
-from moax.kernels.hopper.formats import KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.scales import DTYPES
-from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla import quantize as quantize_local
 from moax.recipe import Format
 from support import interpret, some
@@ -204,96 +202,3 @@ def test_refuses_what_the_kernel_cannot_take():
         quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), None)
     with pytest.raises(Unsupported, match="float16"):
         quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
-
-
-@pytest.mark.parametrize(
-    "width, format",
-    some([(160, E4M3_POW2), (96, E4M3), (256, E4M3_POW2), (256, E4M3)], 1),
-)
-def test_scales_by_row(width, format):
-    """The same values and scales, and these beside their rows."""
-    x = jnp.asarray(values(5, 256, width), jnp.bfloat16)
-    options = dict(columns=False, format=format)
-    got = interpret(lambda x: quantize_rows(x, None, **options, by_row=True)[0], x)
-    want = interpret(lambda x: quantize_rows(x, None, **options)[0], x)
-    np.testing.assert_array_equal(got.scale, want.scale.T)
-    np.testing.assert_array_equal(got.data.view(np.uint8), want.data.view(np.uint8))
-
-
-@pytest.mark.parametrize(
-    "width, format, out, count",
-    some(
-        [
-            (96, E4M3, jnp.bfloat16, 129),
-            (160, E5M2, jnp.bfloat16, 1),
-            (256, E4M3, jnp.float32, 384),
-            (96, E4M3, jnp.bfloat16, 0),
-            (160, E5M2, jnp.bfloat16, 128),
-        ],
-        2,
-    ),
-)
-def test_dequantize_rows(width, format, out, count):
-    """To the bit what XLA makes of them, NaN where NaN was; a scale of another row or block, or a last row left out."""
-    q = quantize_local(jnp.asarray(values(6, 384, width)), format, (1, 128))
-    words = jnp.concatenate(
-        [jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)],
-        axis=1,
-    )
-    run = lambda data, words, ends: dequantize_rows(data, words, ends, dtype=out)  # noqa: E731
-    got = interpret(
-        run,
-        jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]),
-        words,
-        np.array([999, count], np.int32),
-    )
-    want = np.asarray(dequantize_local(q, out), np.float32)
-    np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
-
-
-def test_dequantize_refuses_what_it_cannot_tile():
-    """Rows that fill no block, a width that the copy engine does not swizzle, scales that are not there."""
-    one = jnp.zeros(1, jnp.int32)
-    for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
-        with pytest.raises(
-            Unsupported,
-            match="the kernel takes multiples of 128 rows and of 32 columns",
-        ):
-            dequantize_rows(jnp.zeros(shape, F8), jnp.zeros((shape[0], words), jnp.int32), one)
-
-
-@pytest.mark.gpu
-@pytest.mark.loose
-def test_wire_on_a_card():
-    """Breaks if the hardware quantizes, copies or dequantizes rows otherwise than XLA, or to other rows."""
-    local = implementation("hopper")
-    wire = Format(block=128)
-    width = 160
-    source = np.random.default_rng(0).integers(0, 384, 384).astype(np.int32)
-    count = 301
-
-    @jax.jit
-    def there(x, source, places, ends):
-        q = local.quantize(x, wire, (1, 128))
-        words = jnp.pad(jax.lax.bitcast_convert_type(q.scale, jnp.int32), ((0, 0), (0, 2)))
-        data, words = local.put_rows((q.data, words), source, places, 0, 384, ())
-        ours = KMajorFp8(jax.lax.bitcast_convert_type(q.data, F8), q.scale)
-        by_xla = quantize_local(x, wire, (1, 128))
-        return (
-            ours,
-            by_xla,
-            dequantize_local(q, x.dtype),
-            local.dequantize_wire(
-                data,
-                words,
-                ends,
-                wire,
-                x.dtype,
-            ),
-        )
-
-    x = values(6, 384, width).astype(jnp.bfloat16)
-    places = np.array([[[5], [count]]], np.int32)
-    ours, by_xla, wide, got = jax.tree.map(np.asarray, there(x, source, places, np.int32([384])))
-    check(ours, by_xla.data.view(F8).astype(np.float32), by_xla.scale, E4M3)
-    np.testing.assert_array_equal(np.float32(got)[5 : 5 + count], np.float32(wide)[source[:count]])

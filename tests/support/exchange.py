@@ -1,25 +1,17 @@
-"""What the tests of the exchange share: inputs, NumPy oracles of what arrives, and one_sided without a GPU."""
+"""What the tests of the exchange share: inputs, and NumPy oracles of what arrives."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax import lax
 
-from moax.exchange import TRANSPORTS, OneSided, Transport
+from moax.exchange import TRANSPORTS, Transport
 from moax.exchange.transport import allot_slots
-from moax.kernels.scales import DTYPES
-from moax.kernels.xla import quantize
-from moax.mesh.specs import MeshView
-from moax.ops import combine, dispatch, dispatch_combine
+from moax.ops import combine, dispatch
 from support import TOKENS, integers, program, size, spec
 
 WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
@@ -85,7 +77,7 @@ def arrivals(mesh, transport, experts, slots):
     """Returns NumPy's word on who gets what: for each shard the token of each row it receives, by its number in the
     whole batch and -1 for a row without a token; and for each source how many assignments find no slot.
 
-    all_gather: every token of the ep group. all_to_all: `slots` rows of each source. one_sided: packed, then nothing.
+    all_gather: every token of the ep group. all_to_all: `slots` rows of each source.
     """
     ranks = size(mesh, "ep")
     shards = size(mesh, *TOKENS)
@@ -97,7 +89,7 @@ def arrivals(mesh, transport, experts, slots):
         wanting = np.flatnonzero(here.any(1))
         travelling = np.arange(local) if slots is None else wanting[:slots]
         lost[source] += here[np.setdiff1d(wanting, travelling)].sum()
-        empty = 0 if slots is None or transport == "one_sided" else slots - len(travelling)
+        empty = 0 if slots is None else slots - len(travelling)
         got[source // ranks * ranks + rank] += [*(source * local + travelling), *[-1] * empty]
     rows = ranks * (local if slots is None else slots)
     return np.array([[*tokens, *[-1] * (rows - len(tokens))] for tokens in got]).reshape(-1), lost
@@ -160,15 +152,13 @@ def check_sums(way, mesh, transport, **options):
         received.experts + rank[:, None] * per_rank + 1,
         0,
     )
-    # A row is NaN where one_sided wrote nothing.
     rows = received.rows * (received.weights * factor).sum(1, keepdims=True)
     y, _ = run_combine(way, mesh, rows.astype(np.float32), received)
     np.testing.assert_array_equal(y, x * (weights * (experts + 1)).sum(1, keepdims=True))
 
 
 def check_transposes(way, mesh, transport, factor):
-    """Checks that gradients of dispatch and combine are NumPy's sums and rows; the gradients of rows that do not
-    count are NaN in one_sided, whatever in the others' slots."""
+    """Checks that gradients of dispatch and combine are NumPy's sums and rows, whatever empty slots hold."""
     x, experts, weights = args = inputs(mesh, skew=0.1)
     token, _ = arrivals(mesh, transport, experts, slots_of(mesh, transport, factor))
     ids, _ = expected(mesh, token, experts, weights)
@@ -176,9 +166,6 @@ def check_transposes(way, mesh, transport, factor):
     d_weights = integers(4, len(token), TOP_K)
     mine = ids < EXPERTS // size(mesh, "ep")
     filled = token >= 0
-    if transport == "one_sided":
-        d_rows[~filled] = np.nan
-        d_weights[~filled] = np.nan
     _, received, (d_x, d_w) = run(
         way,
         mesh,
@@ -211,80 +198,3 @@ def registered(name: str, transport: Transport) -> Iterator[None]:
         del TRANSPORTS[name]
         if before is not None:
             TRANSPORTS[name] = before
-
-
-@dataclasses.dataclass(frozen=True)
-class EmulatedOneSided(OneSided):
-    """one_sided, XLA in the place of its kernels. What no rank wrote is NaN, and ids of experts that exist."""
-
-    peers = property(lambda self: self)
-
-    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
-        return None
-
-    def put_rows(self, arrays, source, places, way: int, out_rows: int, axes):
-        """Writes out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], by an all-gather."""
-        names = tuple(name for name, _ in axes)
-        shift, end = places[way]
-        index = jnp.arange(len(arrays[0] if source is None else source), dtype=jnp.int32)
-        peer = (index[:, None] >= end[None]).sum(1)
-        everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
-        mine = everyone(peer) == lax.axis_index(names)
-        position = jnp.where(
-            mine,
-            everyone(index + shift[jnp.minimum(peer, len(end) - 1)]),
-            out_rows,
-        )
-        values = [everyone(x[index if source is None else source]) for x in arrays]
-        return tuple(poison((out_rows, x.shape[1]), x.dtype).at[position].set(x, mode="drop") for x in values)
-
-    def gather_sum(self, rows, position):
-        there = (position < rows.shape[0])[..., None]
-        taken = jnp.where(
-            there,
-            rows[jnp.minimum(position, rows.shape[0] - 1)].astype(jnp.float32),
-            0.0,
-        )
-        return taken.sum(1).astype(rows.dtype)
-
-
-def poison(shape, dtype):
-    """Returns what the memory that nobody wrote may hold at its worst: NaN, and words that read as ids of experts."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.full(shape, jnp.nan, dtype)
-    if dtype == jnp.uint8:
-        return jnp.full(shape, 0x7F, dtype)
-    return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
-
-
-def quantize_by_row(x, blocks, *, format, **_):
-    """Computes what the kernel does that quantizes rows for the wire, by XLA."""
-    from moax.kernels.hopper.formats import KMajorFp8
-
-    q = quantize(x, format, (1, 128))
-    return KMajorFp8(lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), q.scale), None
-
-
-def dequantize_rows(data, words, ends, *, dtype):
-    """Computes what the kernel does that dequantizes rows of the wire; rows that it need not write are NaN."""
-    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
-    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
-    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
-
-
-def wire_kernels(monkeypatch) -> set[str]:
-    """Quantizes rows for the wire as if the Hopper kernels ran here; yields which of them were asked."""
-    hopper = pytest.importorskip("moax.kernels.hopper")
-    called = set()
-
-    def counted(fn):
-        def asked(*args, **options):
-            called.add(fn.__name__)
-            return fn(*args, **options)
-
-        return asked
-
-    monkeypatch.setattr(hopper, "quantize_rows", counted(quantize_by_row))
-    monkeypatch.setattr(hopper, "dequantize_rows", counted(dequantize_rows))
-    monkeypatch.setattr(dispatch_combine, "select_kernels", lambda *_, **widths: "hopper")
-    return called

@@ -10,7 +10,7 @@ from moax.recipe import RECIPES
 from support.meshes import MESHES, WAYS
 
 # The columns of the table: a parameter is of a column where its value, or its value and its name, say so.
-TRANSPORTS = ("all_gather", "all_to_all", "one_sided")
+TRANSPORTS = ("all_gather", "all_to_all")
 COLUMNS = {
     "ways": set(WAYS),
     "meshes": set(MESHES),

@@ -10,16 +10,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import moax
 from benchmarks.block.block import PERF
 from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
-from moax.exchange.one_sided import plan_sends
 from moax.params import operand_shapes
-from moax.recipe import Format, Recipe
 from support import some
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +35,19 @@ BIASED = moax.MoEConfig(
     router=LATE,
     capacity_factor=1.25,
 )
-WIRE = Recipe(Format(), Format(tile=128), Format(), wire=Format())
 TOKENS = 32  # of a GPU
 CASES = {
     "dp-fsdp-ep": (SHARED, {"dp": 2, "fsdp": 2, "ep": 2}, None, "all_gather", 1.25),
     "tp-mxfp8-all_to_all": (SHARED, {"fsdp": 2, "ep": 2, "tp": 2}, "mxfp8", "all_to_all", 1.25),
-    "fsdp-on-model-fp8_block-capacity-wire": (
+    "fsdp-on-model-fp8_block-capacity": (
         BIASED,
         {"fsdp": 4, "ep": 2},
-        WIRE,
+        "fp8_block",
         "all_to_all",
         1.25,
     ),
     "fp8_tensor": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_tensor", "all_gather", 1.25),
-    "passes-fp8_block-wire": (SHARED, {"fsdp": 2, "ep": 4}, WIRE, "all_to_all", 0.1),
+    "passes-fp8_block": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 0.1),
     "latent-fp8_block": (LATENT, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 1.25),
     "latent-tp": (LATENT, {"fsdp": 2, "ep": 2, "tp": 2}, "fp8_block", "all_to_all", 1.25),
     "passes-rows-again": (SHARED, {"fsdp": 2, "ep": 4}, None, "all_to_all", 0.1),
@@ -73,8 +69,8 @@ def listed(transfers) -> Counter:
         [
             "dp-fsdp-ep",
             "tp-mxfp8-all_to_all",
-            "fsdp-on-model-fp8_block-capacity-wire",
-            "passes-fp8_block-wire",
+            "fsdp-on-model-fp8_block-capacity",
+            "passes-fp8_block",
             "fp8_tensor",
             "latent-tp",
         ],
@@ -101,9 +97,9 @@ def test_bytes_are_those_of_the_program(case):
     some(
         [
             "dp-fsdp-ep",
-            "passes-fp8_block-wire",
+            "passes-fp8_block",
             "passes-rows-again",
-            "fsdp-on-model-fp8_block-capacity-wire",
+            "fsdp-on-model-fp8_block-capacity",
             "latent-fp8_block",
         ],
         3,
@@ -151,7 +147,7 @@ def measured(*names: str) -> list[dict]:
     return [r for r in rows if not (r["recipe"] == "none" and r["case"].startswith("qwen3"))]
 
 
-H200 = measured("h200_block.json", "h200x2_block.json", "h200x2_block_one_sided.json")
+H200 = measured("h200_block.json", "h200x2_block.json")
 EXTRA = [pytest.param(row, marks=pytest.mark.more) for row in H200[1:]]
 
 
@@ -198,8 +194,8 @@ def test_rates_are_measured():
             for direction in ("fwd", "dgrad", "wgrad")
         ]
         assert rate == pytest.approx(statistics.harmonic_mean(medians) * 1e12, rel=0.05)
-    put = [row["extra"]["longest_gb_s"] for row in rows_of("h200x2_exchange.json") if row["impl"] == "moax"]
-    assert HARDWARE["h200"].nvlink == pytest.approx(statistics.median(put) * 1e9, rel=0.1)
+    rings = [row["tb_s"] for row in rows_of("h200x2_scatter.json") if row["recipe"] == "float32"]
+    assert HARDWARE["h200"].nvlink == pytest.approx(statistics.median(rings) * 1e12, rel=0.1)
 
 
 def test_memory_of_a_balanced_load():
@@ -295,49 +291,6 @@ def test_auto_counts_a_row_with_a_slot_as_more(model, ep, transport):
         estimate(model, {"ep": ep}, 8192, exchange=e, kernels="xla").wire_bytes() for e in ("auto", transport)
     )
     assert auto == alone
-
-
-def routed(config, tokens, ranks):
-    """Random distinct experts of each token, as slots for each rank by the definition."""
-    experts = np.argsort(np.random.default_rng(0).random((tokens, config.num_experts)), axis=1)[:, : config.top_k]
-    per_rank = config.num_experts // ranks
-    wanted = np.stack([(experts // per_rank == rank).any(1) for rank in range(ranks)], axis=1)
-    return np.where(wanted, np.cumsum(wanted, 0) - 1, tokens).astype(np.int32)
-
-
-@pytest.mark.parametrize("wire", (None, Format()))
-def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
-    """Breaks if the bytes that one_sided writes to peers are not those of the rows that its plan sends: within 2 % for
-    a random routing, padding to 16 bytes included."""
-    config = moax.MoEConfig(d_model=160, d_ff=96, num_experts=16, top_k=2)
-    slot = routed(config, tokens, ranks)
-    sent = (slot < tokens).sum(0).astype(np.int32)
-    counts = np.broadcast_to(sent, (ranks, ranks))
-    plan = plan_sends(
-        jnp.asarray(slot),
-        jnp.asarray(sent),
-        jnp.asarray(counts),
-        0,
-        tokens * config.top_k,
-    )
-    remote = int(plan.places[0, 1, -1]) - int(sent[0])
-    estimated = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire),
-                     exchange="one_sided", kernels="xla")  # fmt: skip
-    # A row has ids and weights, and with a wire two scales: 24 bytes of 32.
-    row, words = (320, 16) if wire is None else (160, 32)
-    plan_bytes = sum(t.bytes for t in estimated.transfers["dispatch"] if t.kind == "all-gather")
-    assert plan_bytes == (ranks - 1) * ranks * (tokens // 32) * 4
-    expected = pytest.approx(remote * (row + words), rel=0.02)
-    assert estimated.wire_bytes("dispatch") - plan_bytes == expected
-    assert estimated.wire_bytes("dispatch_grad") == pytest.approx(remote * (320 + 16), rel=0.02)
-
-
-def test_one_sided_is_of_one_host():
-    """Breaks if one_sided is estimated on more GPUs than a host has, or asked of this machine."""
-    estimated = estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla")
-    assert estimated.plan.first.exchange.transport == "all_gather"
-    with pytest.raises(moax.Unsupported, match="the 8 GPUs of one host, and the mesh has 16"):
-        estimate(SHARED, {"ep": 16}, 64, exchange="one_sided")
 
 
 def test_wire_results():

@@ -40,7 +40,7 @@ from moax.ops.activation import activation_of
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
 from moax.ops.permutation import permute_forward, plan_rows, unpermute_forward, weights_from_rows
 from moax.recipe import FULL
-from moax.types import Plan, Received, SendPlan
+from moax.types import Plan, Received
 
 
 class Residuals(NamedTuple):
@@ -59,7 +59,7 @@ class Residuals(NamedTuple):
     h: Float[Array, "N G F"]
     plan: Plan
     row_weights: Float[Array, " N"]
-    sent: Int[Array, " C"] | SendPlan | None
+    sent: Int[Array, " C"] | None
     overflow: Int[Array, " 3"] | None = None
 
 

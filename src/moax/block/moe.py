@@ -25,7 +25,6 @@ from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_overr
 from moax.block.small_terms import Weights
 from moax.checks import Unsupported, check_arrays, check_value
 from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
-from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.axes import Axes
 from moax.mesh.specs import (
@@ -43,7 +42,7 @@ from moax.ops.matmul import dense
 from moax.ops.router import router_logits
 from moax.ops.weights import gather_quantized, quantize_weight, values_of
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import Recipe, Recipes, get_recipes
+from moax.recipe import Recipe, Recipes
 from moax.types import QuantizedParams, Routing
 
 
@@ -123,7 +122,7 @@ def moe(
     Raises:
       ValueError: a shape, a dtype, an option, or on Explicit axes the layout of a weight cannot work. The message names
         it.
-      Unsupported: an exchange, an engine or kernels that were chosen by name cannot run.
+      Unsupported: an engine or kernels that were chosen by name cannot run.
       TypeError: `Options` has no field of a keyword's name.
     """
     check_value("config", config, MoEConfig)
@@ -201,7 +200,7 @@ def _quantize_params(
 ) -> QuantizedParams:
     view = find_mesh_view(options.axes, options.engine, params)
     declared = _find_declared(view, params, config, options.axes)
-    plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
+    plan = make_plan(config, options, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
     if view.explicit:
         check_layouts(view, params, declared)
         params = reshard_params(params, declared)
@@ -313,18 +312,12 @@ def _plan(
         _check_symbolic(num_tokens, config, view)
     if num_tokens % shards:
         raise ValueError(f"x: its {num_tokens} rows are not divisible by mesh axes {axes.tokens} of {shards} devices")
-    transport = None
-    if options.exchange != "auto":
-        element_bytes = x.dtype.itemsize if get_recipes(options.recipe).wi.wire is None else 1
-        transport = select_transport(options.exchange, view, config.d_rows * element_bytes)
-    tokens = num_tokens // shards
     return make_plan(
         config,
         options,
-        transport,
         axes=axes,
         declared=declared,
-        tokens=tokens,
+        tokens=num_tokens // shards,
         dtype=x.dtype,
         frozen=frozen,
         gathered=gathered,

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moax.config import MoEConfig, Options
-from moax.exchange import AUTO, TRANSPORTS
+from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.groups import allot_rows
@@ -96,7 +96,6 @@ class BlockPlan:
 def make_plan(
     config: MoEConfig,
     options: Options,
-    transport: str | None,
     *,
     axes: ResolvedAxes,
     declared: MoEParams[Spec],
@@ -109,12 +108,12 @@ def make_plan(
 
     Args:
       config, options: the block, and how it runs.
-      transport: the name of the transport; None leaves the choice to `choose_transport`.
       declared: the spec of each parameter.
       axes, dtype, frozen: see `BlockPlan`.
       gathered: whether wi and wo come quantized and gathered.
 
     Raises:
+      ValueError: no transport has the name of `options.exchange`.
       Unsupported: kernels chosen by name cannot run.
     """
     recipe = get_recipes(options.recipe)
@@ -135,7 +134,8 @@ def make_plan(
         config.capacity_factor,
         options.buffer_factor,
     )
-    if transport is None:
+    transport = find_transport(options.exchange)
+    if options.exchange == "auto":
         transport = choose_transport(config, axes, tokens, slots)
     exchange = ExchangeSpec(
         transport=transport,
@@ -143,12 +143,10 @@ def make_plan(
         ranks=ranks,
         tokens=tokens,
         slots=slots if TRANSPORTS[transport].has_slots else all_slots,
-        wire=recipe.wi.wire,
-        kernels=kernels,
         num_experts=config.num_experts,
         capacity=all_slots,
     )
-    rounds = size_rounds(config, exchange, math.lcm(align_wi, align_wo), options.buffer_factor)
+    rounds = size_rounds(config, exchange, kernels, math.lcm(align_wi, align_wo), options.buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
     must_keep = bool(ep) or frozen
@@ -183,7 +181,9 @@ def make_plan(
     )
 
 
-def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_factor: float | None) -> Rounds:
+def size_rounds(
+    config: MoEConfig, exchange: ExchangeSpec, kernels: str, align: int, buffer_factor: float | None
+) -> Rounds:
     """Returns the buffers of all rounds; `exchange` is of the first one, and groups start at multiples of `align`."""
     tokens, ranks, slots = exchange.tokens, exchange.ranks, exchange.slots
     has_slots = TRANSPORTS[exchange.transport].has_slots
@@ -199,7 +199,7 @@ def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_fa
     # A symbolic size has the worst case itself.
     limits_rows = max_rows is not all_rows and max_rows < all_rows
     limits_slots = slots is not exchange.capacity and slots < exchange.capacity
-    make_permute = functools.partial(PermuteSpec, num_groups, align, capacity, exchange.kernels, exchange.axes)
+    make_permute = functools.partial(PermuteSpec, num_groups, align, capacity, kernels, exchange.axes)
     first = make_permute(max_rows=max_rows if limits_rows else None)
     later = make_permute(max_rows=-(-max_rows * LATER_ROWS // 20))
     return Rounds(
@@ -210,23 +210,22 @@ def size_rounds(config: MoEConfig, exchange: ExchangeSpec, align: int, buffer_fa
 
 
 def choose_transport(config: MoEConfig, axes: ResolvedAxes, tokens: int, slots: int) -> str:
-    """Returns the portable transport whose balanced step costs least, and of equal ones the first.
+    """Returns the transport whose balanced step costs least, and of equal ones the first.
 
-    A step costs what its rows cost. A row has the same bytes in every portable transport, and with few ranks a row with
-    a slot costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
+    A step costs what its rows cost. A row has the same bytes in every transport, and with few ranks a row with a slot
+    costs `SLOT_COST` times as much. With a capacity factor the choice would decide which tokens are dropped, so
     the result is all_gather, which drops none on the way.
     """
     if not axes.ep or config.capacity_factor is not None:
         return AUTO
     slot_cost = SLOT_COST if axes.size(axes.ep) <= MEASURED_RANKS else 1
-    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
 
     def cost(name: str) -> float:
         if TRANSPORTS[name].has_slots:
             return slots * slot_cost
         return tokens
 
-    return min(portable, key=cost)
+    return min(TRANSPORTS, key=cost)
 
 
 def check_layouts(view: MeshView, params: MoEParams[Array], declared: MoEParams[Spec]) -> None:

@@ -1,13 +1,12 @@
 """One MoE block on a mesh of described GPUs: its plan, the trace of its microbatch, and what the trace does not show.
 
 The trace has every array and every collective of forward and backward. It does not have the operations of the products,
-nor what kernels write into the memory of peers: `count_operations` and `find_transfers` add these.
+which `count_operations` adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,15 +16,10 @@ from jax.sharding import AbstractMesh
 
 from moax.block.moe import moe
 from moax.block.plan import BlockPlan, make_plan
-from moax.checks import Unsupported
 from moax.config import MoEConfig, Options
-from moax.estimate.hardware import Hardware
 from moax.estimate.kept import Once, trace_once
 from moax.estimate.tracing import Trace, trace
-from moax.exchange import TRANSPORTS, find_transport, select_transport
-from moax.exchange.transport import Transfer
 from moax.mesh.axes import ResolvedAxes
-from moax.ops.dispatch_combine import STEPS
 from moax.params import MoEParams, expert_specs, operand_shapes, trainable_mask
 from moax.types import Kept, QuantizedParams
 
@@ -71,41 +65,30 @@ class BlockTrace(NamedTuple):
     saved: tuple[int, ...]
 
 
-def plan_block(block: BlockSpec, hardware: Hardware) -> BlockPlan:
+def plan_block(block: BlockSpec) -> BlockPlan:
     """Returns the plan of the experts. The mesh of `block` is in force.
 
     Raises:
-      Unsupported: the transport or the kernels cannot run on this hardware and mesh.
+      Unsupported: the kernels cannot run on this hardware.
     """
-    axes = block.axes
-    name = find_transport(block.options.exchange, axes)
-    gpus = axes.size(axes.all)
-    if gpus > hardware.host and not TRANSPORTS[name].portable:
-        raise Unsupported(f"exchange={name!r} runs on the {hardware.host} GPUs of one host, and the mesh has {gpus}")
-    select_transport(name)
-    exchange = None if block.options.exchange == "auto" else name
     return make_plan(
         block.config,
         block.options,
-        exchange,
-        axes=axes,
-        declared=expert_specs(block.config, block.options.axes, axes),
+        axes=block.axes,
+        declared=expert_specs(block.config, block.options.axes, block.axes),
         tokens=block.tokens,
         dtype=block.dtype,
         gathered=block.kept == "gathered",
     )
 
 
-def trace_block(block: BlockSpec, plan: BlockPlan) -> BlockTrace:
+def trace_block(block: BlockSpec) -> BlockTrace:
     """Returns the trace of a microbatch, forward and backward. The mesh of `block` is in force."""
-    transport = plan.first.exchange.transport
-    if not TRANSPORTS[transport].portable:
-        transport = "all_to_all"  # which has the same buffers, and consists of collectives
-    options = dataclasses.replace(block.options, exchange=transport)
+    options = block.options
     rows = block.tokens * block.axes.size(block.axes.tokens)
     params, x = operand_shapes(block.config, rows, options.axes, block.mesh, block.dtype, block.param_dtype)
     quantized, once = trace_once(block.kept, params, block.config, options, block.dtype, block.axes)
-    steps = _trace_step(block, options, quantized, params, x)
+    steps = _trace_step(block, quantized, params, x)
 
     *weights, x_array, _ = steps.inputs
     param_arrays = weights[len(jax.tree.leaves(quantized)) :]
@@ -123,14 +106,6 @@ def trace_block(block: BlockSpec, plan: BlockPlan) -> BlockTrace:
     )
 
 
-def find_transfers(block: BlockSpec, plan: BlockPlan, traced: BlockTrace) -> dict[str, list[Transfer]]:
-    """Returns the arrays that a microbatch sends, by the name of their scope."""
-    transfers = traced.steps.transfers(block.axes)
-    if not TRANSPORTS[plan.first.exchange.transport].portable:
-        transfers |= _find_puts(plan, block.config, transfers)
-    return transfers
-
-
 def count_operations(block: BlockSpec) -> tuple[int, int]:
     """Returns the operations of the products of a microbatch with wi, and with wo."""
     config = block.config
@@ -146,7 +121,6 @@ def count_operations(block: BlockSpec) -> tuple[int, int]:
 
 def _trace_step(
     block: BlockSpec,
-    options: Options,
     quantized: QuantizedParams[jax.ShapeDtypeStruct] | None,
     params: MoEParams[jax.ShapeDtypeStruct],
     x: jax.ShapeDtypeStruct,
@@ -155,7 +129,7 @@ def _trace_step(
 
     def step(quantized, params, x, dy):
         def forward(params, x):
-            y, stats = moe(x, params, block.config, options, quantized=quantized)
+            y, stats = moe(x, params, block.config, block.options, quantized=quantized)
             return y, stats.aux_loss + stats.z_loss
 
         if block.remat:
@@ -165,20 +139,3 @@ def _trace_step(
         return saved, y, loss, pull((dy, jnp.ones_like(loss)))
 
     return trace(step, quantized, params, x, x)
-
-
-def _find_puts(
-    plan: BlockPlan,
-    config: MoEConfig,
-    collectives: Mapping[str, list[Transfer]],
-) -> dict[str, list[Transfer]]:
-    """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
-    exchange = plan.first.exchange
-    transport = TRANSPORTS[exchange.transport]
-    puts_of_scope = {}
-    for scope in collectives.keys() & {*STEPS}:
-        transfers = collectives[scope]
-        times = transfers.count(transfers[0])  # 2 where remat dispatches again
-        puts = transport.cost(exchange, config.top_k, scope, transfers[: len(transfers) // times])
-        puts_of_scope[scope] = puts * times
-    return puts_of_scope

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
-from moax.estimate.block import BlockSpec, BlockTrace, count_operations, find_transfers, plan_block, trace_block
+from moax.estimate.block import BlockSpec, BlockTrace, count_operations, plan_block, trace_block
 from moax.estimate.hardware import Hardware, find_hardware
 from moax.estimate.result import Estimate, Memory, SavedArray
 from moax.mesh.axes import AnyMesh
@@ -61,7 +61,7 @@ def estimate(
     Raises:
       ValueError: a name is unknown, a number of bytes is negative, the mesh axes of a dim do not divide its size, or
         the microbatches do not divide the tokens.
-      Unsupported: the transport or the kernels cannot run on this hardware and mesh.
+      Unsupported: the kernels cannot run on this hardware.
     """
     config, layers = _find_model(model, layers)
     options = replace_options("estimate", options, keywords)
@@ -91,8 +91,8 @@ def estimate(
         kept=kept,
     )
     with jax.sharding.use_abstract_mesh(abstract_mesh):
-        plan = plan_block(block, hardware)
-        traced = trace_block(block, plan)
+        plan = plan_block(block)
+        traced = trace_block(block)
 
     return Estimate(
         config=config,
@@ -106,7 +106,7 @@ def estimate(
         memory=_sum_memory(block, traced, layers, microbatches, optimizer_bytes, other_bytes),
         saved_arrays=_describe_saved(traced),
         once=traced.once,
-        transfers=find_transfers(block, plan, traced),
+        transfers=traced.steps.transfers(axes),
         operations=count_operations(block),
         traffic=traced.steps.traffic(),
     )

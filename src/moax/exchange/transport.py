@@ -1,7 +1,7 @@
-"""`Transport` sends rows, sums them back, and says what both cost. `AllGather` and `AllToAll` run everywhere.
+"""`Transport` sends rows, and sums them back. `AllGather` and `AllToAll` do so by collectives.
 
 A transport is one class, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is: the ops, the
-block, the command `moax` and `moax.estimate` ask the object.
+block and the command `moax` ask the object.
 
 Transports with slots number, for every rank, the tokens that want it: the first such token has slot 0, the next one
 slot 1. Slots at or past the capacity are dropped. Round i moves the slots from i * slots on: with 4 slots, slot 5 of a
@@ -36,13 +36,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax.kernels import DEFAULT
 from moax.kernels.device import sums_in_pieces
 from moax.kernels.groups import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import sum_scatter
-from moax.mesh.specs import MeshView
-from moax.recipe import Format
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
 
@@ -56,8 +53,6 @@ class ExchangeSpec:
       axes, ranks: the mesh axes by role, and the number of devices along ep.
       tokens: T of a shard.
       slots: the rows that each pair of ranks exchanges in one round, if the transport has slots.
-      wire: the format of rows that are sent; None sends them in their own dtype. Sums travel in their own dtype.
-      kernels: the implementation that quantizes rows for the wire.
       num_experts: E of the whole mesh; a combine does not ask.
       capacity: the most rows that each pair of ranks exchanges in all rounds; a token past them is dropped.
     """
@@ -67,8 +62,6 @@ class ExchangeSpec:
     ranks: int
     tokens: int
     slots: int
-    wire: Format | None = None
-    kernels: str = DEFAULT
     num_experts: int = 0
     capacity: int = 0
 
@@ -83,29 +76,9 @@ class Planned(NamedTuple):
     rounds: Int[Array, ""]
 
 
-class Arrived(NamedTuple):
-    """The rows that one rank received from a `send`.
-
-    Attributes:
-      rows: [R, H], the rows that arrived.
-      narrow: one array [R, W] for each narrow array that was sent, bit for bit.
-      words: [R, V] i32, the narrow arrays side by side in their order, if they travelled as words; else None.
-      ends: [P] i32. Rows from ends[-1] on may hold anything. None means that every row holds a token, or 0 in an empty
-        slot.
-    """
-
-    rows: Array
-    narrow: list[Array]
-    words: Array | None = None
-    ends: Array | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One array that a transport moves; the fields are as in `moax.inspect.Collective`.
-
-    `kind` may also be "put": a kernel writes rows to peers, and `shape` has the rows that arrive.
-    """
+    """One array that a collective moves; the fields are as in `moax.inspect.Collective`."""
 
     kind: str
     dtype: str
@@ -147,41 +120,24 @@ class Transport:
       has_slots: whether each pair of ranks has `slots` rows. An assignment that finds no slot is dropped, and `send`
         and `combine` need the plan that `plan` made. Without slots every rank receives all tokens in one round, and
         the plan is None.
-      portable: whether the transport runs on every mesh and machine.
     """
 
     note: str
     has_slots: bool = True
-    portable: bool = True
 
     def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""]) -> Planned:
         """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
         raise NotImplementedError
 
-    def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
-        """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
+    def send(self, static: ExchangeSpec, arrays: Sequence[Array], sent: Sent) -> list[Array]:
+        """Sends the rows of arrays [T, W] to the ranks of the plan, and returns the arrays [R, W] that arrived here.
 
-        Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
+        A row that arrives holds a token bit for bit, or 0 in an empty slot.
         """
         raise NotImplementedError
 
     def combine(self, static: ExchangeSpec, arrays: Sequence[Array], sent: Sent) -> list[Array]:
         """Computes the transpose of `send` for arrays [R, W]: y[t] sums the rows of t on the ranks that it went to."""
-        raise NotImplementedError
-
-    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
-        """Returns why the transport cannot run on the mesh of `view` and this machine; None where it can.
-
-        Where `view` or `row_bytes`, the bytes of a row, is None, the question is about this machine alone.
-        """
-        return None
-
-    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
-        """Returns the Transfers of one step, if each token takes K experts at random.
-
-        `step` is a scope of `moax.ops.dispatch_combine`, and `moved` are the collectives that all_to_all has there, the
-        rows first. A portable transport consists of collectives, which a trace finds, and nobody asks for its cost.
-        """
         raise NotImplementedError
 
 
@@ -217,7 +173,7 @@ def allot_slots(
 
 def number_slots(
     static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""]
-) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"], Int[Array, " 1"]]:
+) -> tuple[Int[Array, "T ranks"], Int[Array, " ranks"], Int[Array, " 1"]]:
     """Returns the slots of the tokens in round `index`, the counts of `find_slots`, and the dropped assignments.
 
     A slot at or past `slots` is of a later round, and T marks a token of an earlier round, or of no round. With 4
@@ -227,7 +183,7 @@ def number_slots(
     ranks = static.ranks
     # Rank i owns experts [i E/ranks, (i + 1) E/ranks).
     owner = lax.div(experts, jnp.full_like(experts, static.num_experts // ranks))
-    slot, until = find_slots(owner, ranks)
+    slot, counts = find_slots(owner, ranks)
     dropped = jnp.zeros(1, jnp.int32)
     if static.capacity < tokens:
         wanted = owner[..., None] == jnp.arange(ranks, dtype=jnp.int32)[None, None]
@@ -235,22 +191,17 @@ def number_slots(
     if not isinstance(index, int) or index:
         moved = slot - index * static.slots
         slot = jnp.where((moved < 0) | (slot >= tokens), tokens, moved)
-    return slot, until, dropped
-
-
-def count_rounds(static: ExchangeSpec, rows: Int[Array, "..."]) -> Int[Array, ""]:
-    """Returns the rounds, at least 1, that pairs of ranks with so many `rows` need."""
-    return jnp.maximum(1, -(-jnp.minimum(rows, static.capacity).max() // static.slots))
+    return slot, counts, dropped
 
 
 def find_slots(
     owner: Int[Array, "T K"],
     ranks: int,
-) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
-    """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
+) -> tuple[Int[Array, "T ranks"], Int[Array, " ranks"]]:
+    """Returns the slot of each token for each rank, and how many tokens want each rank.
 
     Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
-    does not want. The counts are ((2,), (2,)).
+    does not want. The counts are (2, 2).
 
     A scan along the tokens would be several kernels; this is two. One bit says whether a token wants a rank, and 32
     tokens are a word. The slot of a token is the number of bits in the words before its own, which are few enough to
@@ -273,7 +224,7 @@ def find_slots(
     own = bits.T[:, None]
     bit = bit[None, :, None]
     slot = until.T[:, None] - lax.population_count(own & ~(bit - 1)).astype(jnp.int32)
-    return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
+    return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until[:, -1]
 
 
 class AllGather(Transport):
@@ -282,13 +233,12 @@ class AllGather(Transport):
     note = "drops nothing on the way"
     has_slots = False
 
-    def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+    def send(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         ep = static.axes.ep
-        if not ep or rows.shape[0] == 0:
+        if not ep or static.tokens == 0:
             # XLA gathers no array of no rows.
-            return Arrived(rows, list(narrow))
-        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) for v in (rows, *narrow))
-        return Arrived(rows, narrow)
+            return list(arrays)
+        return [lax.all_gather(rows, ep, axis=0, tiled=True) for rows in arrays]
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         ep = static.axes.ep if static.tokens else ()
@@ -303,17 +253,17 @@ class AllToAll(Transport):
     def plan(self, static: ExchangeSpec, experts, index) -> Planned:
         tokens = experts.shape[0]
         ranks = static.ranks
-        slot, until, dropped = number_slots(static, experts, index)
+        slot, counts, dropped = number_slots(static, experts, index)
         rank = jnp.arange(ranks, dtype=jnp.int32)
         token = jnp.arange(tokens, dtype=jnp.int32)
         empty = jnp.full((ranks, static.slots), tokens, jnp.int32)
         sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
-        return Planned(sent, dropped, count_rounds(static, until[:, -1]))
+        rows = jnp.minimum(counts, static.capacity).max()  # of the busiest pair of ranks
+        return Planned(sent, dropped, jnp.maximum(1, -(-rows // static.slots)))
 
-    def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
-        filled = [jnp.take(v, sent, axis=0, mode="fill", fill_value=0) for v in (rows, *narrow)]
-        rows, *narrow = (_swap(static, v) for v in filled)
-        return Arrived(rows, narrow)
+    def send(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
+        slots = [jnp.take(rows, sent, axis=0, mode="fill", fill_value=0) for rows in arrays]
+        return [_swap(static, rows) for rows in slots]
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         def add(rows):

@@ -3,8 +3,7 @@
     print(table(collectives(jitted, *args)))                                      # for people
     assert_no_wide_weight_gather(jitted, *args, weights=(params.wi, params.wo))   # for a user's own test
 
-The list does not have kernels that write into the memory of a peer, nor pairs of send and receive, since these are no
-collectives of XLA.
+The list does not have pairs of send and receive, since these are no collectives of XLA.
 """
 
 from __future__ import annotations

@@ -39,13 +39,11 @@ class Implementation(NamedTuple):
       module: the name of its module, imported where a call runs, so that `import moax` is fast and needs no Pallas.
       note: a line for a user who reads a list of implementations.
       why_not: (dtype, widths) -> why it cannot run here with this dtype, None for any, and these widths; else None.
-      puts_rows: whether its `put_rows` writes into the memory of peers.
     """
 
     module: str
     note: str
     why_not: Callable[[Any, dict[str, int]], str | None] = lambda dtype, widths: None
-    puts_rows: bool = False
 
 
 # `auto` takes the first that can run.
@@ -54,7 +52,6 @@ IMPLEMENTATIONS = {
         module="moax.kernels.hopper",
         note="for bfloat16 and widths that are multiples of 32",
         why_not=why_not_hopper,
-        puts_rows=True,
     ),
     "xla": Implementation(
         module="moax.kernels.xla",
@@ -100,14 +97,6 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
             return name
         refused[name] = why
     raise Unsupported(f"kernels={kernels!r}: {refused[kernels]}; use 'auto' or {DEFAULT!r}")
-
-
-def find_peer_kernels() -> str | None:
-    """Returns the name of the first implementation whose `put_rows` writes into the memory of peers, or None."""
-    for name, entry in IMPLEMENTATIONS.items():
-        if entry.puts_rows and name in INSTALLED:
-            return name
-    return None
 
 
 def supports_fp8(name: str, recipe: Recipe) -> bool:

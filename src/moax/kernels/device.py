@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import itertools
 from typing import Any
 
 import jax
@@ -13,7 +10,6 @@ from jax.typing import DTypeLike
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the name of a device
 H200_SMS = 132  # multiprocessors
-COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 HOPPER_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 
 
@@ -79,58 +75,3 @@ def why_not_hopper(
             width = f"{name} of {size} elements a device"
             return f"{width} is no multiple of {HOPPER_WIDTH}, which the copy engine needs"
     return None
-
-
-def why_not_peers(row_bytes: int | None = None) -> str | None:
-    """Returns why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
-
-    Where `row_bytes`, the bytes of a row that travels, is None, the question is about this machine alone.
-    """
-    if why := why_not_hopper():
-        return why
-    if jax.process_count() > 1:
-        return f"it works within one process, this is one of {jax.process_count()}"
-    if row_bytes is None:
-        return None
-    if row_bytes % COPY_BYTES or not row_bytes:
-        return f"rows of {row_bytes} bytes are no multiple of {COPY_BYTES}, which the copy engine needs"
-    mesh = _placed_mesh()
-    if mesh is None:
-        # Inside a shard_map, whose mesh JAX checks by the same rule when it lowers the kernel.
-        return None
-    if mesh.empty:
-        return "no jax.set_mesh(mesh) is in force, and types of arrays do not say which devices a mesh has"
-    ids = [device.id for device in mesh.devices.flat]
-    if ids != list(range(len(ids))):
-        return f"the mesh must be of the first {len(ids)} devices of the machine in order, not of {ids}"
-    ordinals = tuple(device.local_hardware_id for device in mesh.devices.flat)
-    if jax.default_backend() == "gpu" and not _reach(ordinals):
-        return "the GPUs of the mesh cannot reach one another's memory"
-    return None
-
-
-def _placed_mesh():
-    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced; None in a `shard_map`."""
-    with jax.core.eval_context():
-        try:
-            return jax.sharding.get_mesh()
-        except ValueError:
-            return None
-
-
-@functools.cache
-def _reach(ordinals: tuple[int, ...]) -> bool:
-    """Returns whether each of these GPUs can read and write the memory of all others, by the answer of the driver."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handles = []
-    for ordinal in ordinals:
-        handle = ctypes.c_int()
-        if driver.cuDeviceGet(ctypes.byref(handle), ordinal):
-            return False
-        handles.append(handle)
-    answer = ctypes.c_int()
-    for reader, owner in itertools.permutations(handles, 2):
-        error = driver.cuDeviceCanAccessPeer(ctypes.byref(answer), reader, owner)
-        if error or not answer.value:
-            return False
-    return True

@@ -89,26 +89,8 @@ class Kernels(Protocol):
         """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; None: weights 1."""
         ...
 
-    def put_rows(
-        self, arrays: Sequence[Array], source: Int[Array, " C"] | None,
-        places: Int[Array, "ways 2 ranks"], way: int, out_rows: int,
-        axes: tuple[tuple[str, int], ...],
-    ) -> tuple[Array, ...]:  # fmt: skip
-        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
-
-        `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of
-        each axis of ep. A row that no rank wrote may hold anything.
-        """
-        ...
-
     def quantize(self, x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
         """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
-        ...
-
-    def dequantize_wire(
-        self, data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
-    ) -> Float[Array, "R C"]:
-        """Returns the rows [R, C] before ends[-1], from bytes and `words` [R, W] i32, which begin with the scales."""
         ...
 
     def quantize_for_matmul(

@@ -72,14 +72,6 @@ class MeshView(NamedTuple):
     mesh: Any = None
     dims: tuple[Names, ...] | None = ()
 
-    @property
-    def nested(self) -> bool:
-        """Whether ops run inside a `shard_map` that leaves out a part of the mesh, or open one inside another."""
-        if self.mesh is None or not self.mesh.manual_axes:
-            return False
-        is_whole = set(self.mesh.axis_names) == set(self.mesh.manual_axes)
-        return not (self.manual and is_whole)
-
     def psum(self, x: Array, names: Names) -> Array:
         """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
         if not self.manual:

@@ -8,15 +8,9 @@ rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none.
 
 Each op is the transpose of the other. The gradient of a dispatch combines: dx[t] is the sum of the gradients of t's
 rows. The gradient of a combine sends: the gradient of a row of t is dy[t].
-
-With a format `wire` a row of H elements travels as H bytes and a scale for each block. Ids, weights and sums are not
-quantized.
 """
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +18,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.exchange import TRANSPORTS, select_transport
-from moax.exchange.transport import Arrived, ExchangeSpec, Planned, Sent, allot_slots
-from moax.kernels import implementation, select_kernels
-from moax.kernels.scales import dequantize
+from moax.exchange import TRANSPORTS, find_transport
+from moax.exchange.transport import ExchangeSpec, Planned, Sent, allot_slots
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view
-from moax.recipe import Format
 from moax.types import Received
-
-# the names of the scopes around the operations of each step
-STEPS = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 
 
 def dispatch(
@@ -46,7 +34,6 @@ def dispatch(
     *,
     exchange: str = "auto",
     capacity_factor: float | None = None,
-    wire: Format | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
 ) -> Received:
@@ -61,7 +48,6 @@ def dispatch(
       exchange: the transport; `auto` is all_gather.
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
         for every token. all_gather has no slots, so the factor does not change it.
-      wire: the format of the rows on their way; None sends them in their own dtype.
       axes, engine: see `moax.Options`.
 
     Returns:
@@ -69,31 +55,24 @@ def dispatch(
 
     Raises:
       ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
-      Unsupported: the transport cannot run on this machine and mesh.
     """
     check_value("num_experts", num_experts, int)
     if capacity_factor is not None:
         check_value("capacity_factor", capacity_factor, float, above=0)
-    if wire is not None:
-        check_value("wire", wire, Format)
     check_arrays("x [T, H], experts int [T, K], weights [T, K]", x, experts, weights)
     view = find_mesh_view(axes, engine, x)
     ranks = view.axes.size(view.axes.ep)
     if num_experts % ranks:
         raise ValueError(f"num_experts={num_experts} is not divisible by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // _count_shards(view)
-    bytes_per_element = x.dtype.itemsize if wire is None else 1
-    transport = select_transport(exchange, view, x.shape[1] * bytes_per_element)
+    transport = find_transport(exchange)
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
-    kernels = select_kernels("auto", x.dtype, width=x.shape[1])
     static = ExchangeSpec(
         transport=transport,
         axes=view.axes,
         ranks=ranks,
         tokens=tokens,
         slots=slots,
-        wire=wire,
-        kernels=kernels,
         num_experts=num_experts,
         capacity=slots,
     )
@@ -120,15 +99,13 @@ def combine(
 
     Raises:
       ValueError: `received` is no result of `dispatch`, or rows has another shape than `received.rows`.
-      Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
     check_value("received", received, Received, "moax.ops.dispatch")
     check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
-    transport = select_transport(received.transport, view, rows.shape[1] * rows.dtype.itemsize)
     ranks = view.axes.size(view.axes.ep)
     slots = rows.shape[0] // (_count_shards(view) * ranks)
-    static = ExchangeSpec(transport, view.axes, ranks, received.num_tokens, slots)
+    static = ExchangeSpec(received.transport, view.axes, ranks, received.num_tokens, slots)
     return _combine(view, static, rows, received.slots)[0]
 
 
@@ -161,22 +138,15 @@ def dispatch_forward(
             planned = transport.plan(static, experts, index)
         sent, dropped, rounds = planned
         # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
-        arrived = send_rows(static, x, (experts - no_expert, weights), sent)
-        ids, weights = arrived.narrow
+        rows, ids, weights = transport.send(static, (x, experts - no_expert, weights), sent)
         ids = ids + no_expert
         first_id = 0
         if static.axes.ep:
             first_id = lax.axis_index(static.axes.ep) * local_experts
         is_local = (ids >= first_id) & (ids < first_id + local_experts)
-        if arrived.ends is not None:
-            is_local &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
         local_ids = jnp.where(is_local, ids - first_id, local_experts).astype(jnp.int32)
         weights = jnp.where(is_local, weights, 0.0)
-        if arrived.ends is None:
-            count = is_local.any(-1).sum(dtype=jnp.int32)
-        else:
-            count = arrived.ends[-1]
-    rows = arrived.rows
+        count = is_local.any(-1).sum(dtype=jnp.int32)
     received = Received(rows, local_ids, weights, count[None], dropped, sent, static.transport, x.shape[0])
     return received, rounds
 
@@ -200,9 +170,9 @@ def combine_forward(static: ExchangeSpec, rows: Float[Array, "R H"], sent: Sent)
 
 
 def combine_backward(static: ExchangeSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
-    """Returns d_rows of one device; dy is quantized on the wire where `static.wire` is a format."""
+    """Returns d_rows of one device."""
     with jax.named_scope("combine_grad"):
-        return send_rows(static, dy, (), sent).rows
+        return TRANSPORTS[static.transport].send(static, (dy,), sent)[0]
 
 
 def _dispatch_shards(static: ExchangeSpec, x, experts, weights):
@@ -241,22 +211,3 @@ _combine = with_gradient(
     save=lambda operands, results: operands[1],
     pull=lambda grad, sent, d: (*grad(*d, sent), None),
 )
-
-
-def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
-    """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`."""
-    transport = TRANSPORTS[static.transport]
-    wire = static.wire
-    if wire is None or not static.axes.ep:  # on one rank nothing travels
-        return transport.send(static, x, narrow, sent)
-    kernels = implementation(static.kernels)
-    q = kernels.quantize(x, wire, wire.row_block(2, "fprop"))
-    arrived = transport.send(static, q.data, (q.scale, *narrow), sent)
-    scale, *narrow = arrived.narrow
-    if arrived.words is not None and scale.dtype == jnp.float32:
-        # The words begin with the scales, so the kernel reads the scales where they arrived.
-        rows = kernels.dequantize_wire(arrived.rows, arrived.words, arrived.ends, wire, x.dtype)
-    else:
-        arrived_q = dataclasses.replace(q, data=arrived.rows, scale=scale)
-        rows = dequantize(arrived_q, x.dtype)
-    return arrived._replace(rows=rows, narrow=narrow)

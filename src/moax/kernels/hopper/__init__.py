@@ -38,10 +38,9 @@ from moax.kernels.hopper.formats import (
     supports_fp8,
 )
 from moax.kernels.hopper.pallas import activation, permute, plan
-from moax.kernels.hopper.pallas.exchange import put_rows as put_rows
 from moax.kernels.hopper.pallas.matmul import MERGES_DIMS, grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
-from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.scales import (
@@ -54,10 +53,11 @@ from moax.kernels.scales import (
     to_scale,
     turn_dims,
 )
+from moax.kernels.xla import quantize as quantize
 from moax.mesh.axes import Names
 from moax.mesh.collectives import is_alone, reduce_max
 from moax.recipe import FULL, Format, Recipe, Recipes, Use
-from moax.types import QArray, QShard
+from moax.types import QShard
 
 __all__ = xla.__all__
 # With one wave, blocks of threads drift apart, and weights leave L2 before every block has read them.
@@ -156,35 +156,6 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
     if isinstance(groups, BlockedGroups):
         blocks = groups.blocks
     return permute.gather_rows(x, gather_idx, blocks)[:rows]
-
-
-def quantize(
-    x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = (),
-) -> QArray:  # fmt: skip
-    """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
-    *dims, width = x.shape
-    by_columns = block == format.row_block(x.ndim, "fprop")
-    if not by_columns or not _supports_wire(format, math.prod(dims), width):
-        return xla.quantize(x, format, block, amax_over)
-    flat = x.reshape(-1, width)
-    rows, _ = quantize_rows(flat, None, format=format, columns=False, by_row=True)
-    q = cast(KMajorFp8, rows)
-    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(x.shape)
-    return QArray(data, q.scale.reshape(*dims, -1), format.dtype, block)
-
-
-def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
-    """Returns rows [R, C] from their bytes and words."""
-    if not _supports_wire(format, *data.shape):
-        return xla.dequantize_wire(data, words, ends, format, dtype)
-    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
-    return dequantize_rows(data, words, ends, dtype=dtype)
-
-
-def _supports_wire(format: Format, rows: int, width: int) -> bool:
-    """Returns whether the kernels quantize and dequantize so many rows of this format and width for the wire."""
-    takes_format = format.block == BLOCK and format.scale != "e8m0"
-    return takes_format and rows % BLOCK == 0 and width % HOPPER_WIDTH == 0
 
 
 def quantize_for_matmul(

@@ -11,8 +11,8 @@ group or 128 rows. They take memory for the rows and for one matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moax.checks import Unsupported
 from moax.kernels import Operand, Role
 from moax.kernels.device import rounds_in_matmul
 from moax.kernels.groups import Groups, Packing, align_up, find_groups, scale_rows, sum_before, zero_rows
 from moax.kernels.scales import dequantize
 from moax.kernels.xla.operands import (
-    dequantize_wire,
     gather_rows,
     make_weight_operand,
     quantize,
@@ -40,8 +38,8 @@ from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
-    "dequantize_wire", "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
-    "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard", "sorts_and_quantizes",
+    "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
+    "pack_rows", "quantize", "quantize_for_matmul", "quantize_shard", "sorts_and_quantizes",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
@@ -152,13 +150,6 @@ def gather_sum(
             row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]
         total = total + row
     return total.astype(rows.dtype)
-
-
-def put_rows(
-    arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any,
-) -> tuple:  # fmt: skip
-    """Raises Unsupported, because XLA writes into no other device's memory."""
-    raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
 def matmul(

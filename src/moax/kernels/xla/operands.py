@@ -9,14 +9,12 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moax.kernels.groups import Groups, zero_rows
 from moax.kernels.scales import (
     Block,
     block_max,
-    dequantize,
     encode,
     expand_scales,
     flatten_columns,
@@ -43,15 +41,6 @@ def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> Q
     scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
     inverse = expand_scales(1.0 / scale, x.shape, block)
     return QArray(*encode(x, scale, inverse, format), format.dtype, block)
-
-
-def dequantize_wire(
-    data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
-) -> Float[Array, "R C"]:
-    """Returns all rows [R, C], from their bytes and the scales in `words`."""
-    count = -(-data.shape[1] // (format.block or data.shape[1]))
-    scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
-    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "fprop")), dtype)
 
 
 def quantize_for_matmul(

@@ -1,4 +1,4 @@
-"""Kernels that quantize to FP8, for matmuls over columns, over rows, or both, and that dequantize received rows.
+"""Kernels that quantize to FP8, for matmuls over columns, over rows, or both.
 
     scale[b] = to_scale(max |x| over block b)
     data     = x * (1 / scale), rounded,      x[r, c] ~ data[r, c] * scale[r, c / 128]
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.ptx import launch, store
+from moax.kernels.hopper.pallas.ptx import launch
 from moax.kernels.scales import DTYPES, to_scale
 from moax.mesh.collectives import varying, with_vma_of_inputs
 from moax.recipe import Format
@@ -35,7 +35,7 @@ from moax.recipe import Format
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks | None, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), rows: bool = True, columns: bool = True,
-    scale: Float[Array, " B"] | None = None, by_row: bool = False,
+    scale: Float[Array, " B"] | None = None,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
@@ -48,7 +48,6 @@ def quantize_rows(
       format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
-      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)]; without `scale`.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
@@ -71,7 +70,7 @@ def quantize_rows(
     scale_shapes = {}
     data = {}
     if rows:
-        scale_shapes["rows"] = (size, padded // BLOCK) if by_row else (padded // BLOCK, size)
+        scale_shapes["rows"] = (padded // BLOCK, size)
         data["rows"] = jax.ShapeDtypeStruct((size, x.shape[1]), DTYPES[format.dtype])
     if columns:
         scale_shapes["columns"] = (size // BLOCK, padded)
@@ -109,8 +108,7 @@ def quantize_rows(
                     row, column = j, i
                 target = Target(data[name], scales.get(name), buffers[n // 2])
                 row = row * BLOCK + half * HALF
-                scale_by_row = by_row and name == "rows"
-                put(value, target, row, column, 0, format, fixed, wait=n > 0, by_row=scale_by_row)
+                put(value, target, row, column, 0, format, fixed, wait=n > 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid = dict(i=size // BLOCK, j=padded // BLOCK)
@@ -202,58 +200,6 @@ def quantize_weight(
         data, _ = run(source, scale)
         scales = jnp.broadcast_to(scale[:, None, None], scales.shape)
     return KMajorFp8(data[:, :rows, :width], scales)
-
-
-@with_vma_of_inputs
-def dequantize_rows(
-    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *,
-    dtype=jnp.bfloat16,
-) -> Float[Array, "R C"]:  # fmt: skip
-    """x[r, c] = data[r, c] * scale[r, c / 128], rounded once. Rows from ends[-1] on may hold anything.
-
-    Args:
-      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128 and C of 32.
-      words: [R, W] i32, which begin with the bits of the ceil(C / 128) f32 scales.
-      ends: [N] i32; ends[-1] is the number of rows to dequantize.
-      dtype: the dtype of the result, bfloat16 or float32.
-
-    Raises:
-      Unsupported: the kernel does not take these shapes.
-    """
-    size, width = data.shape
-    blocks = -(-width // BLOCK)
-    if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
-        raise Unsupported(
-            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} "
-            "rows and of 32 columns, with a word for each 128 columns"
-        )
-
-    def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
-        i = lax.axis_index("i")
-        j = lax.axis_index("j")
-
-        @pl.when(i * BLOCK < ends[ends.shape[0] - 1])
-        def _():
-            load_tiles([(data.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
-            for half in (0, 1):
-                scale = words.at[pl.ds(i * BLOCK + half * HALF, HALF), j]
-                scale = plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                scale = lax.bitcast_convert_type(scale, jnp.float32)
-                value = rows_of(tile, half, optimized=False)
-                value = value * lax.broadcast_in_dim(scale, value.shape, [0])
-                wide[pl.ds(half * HALF, HALF)] = value.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(wide, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    scratch = dict(
-        tile=tile_buffer(data.dtype, width),
-        wide=tile_buffer(dtype, width),
-        loaded=plgpu.Barrier(),
-    )
-    out = jax.ShapeDtypeStruct((size, width), dtype)
-    run = launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)
-    return run(data, words, ends)
 
 
 def check_source(name: str, x, dims: int) -> None:
@@ -363,7 +309,7 @@ class Target(NamedTuple):
 
 
 def put(
-    value, target: Target, row, column_block, slot, format: Format, fixed=None, wait=False, by_row=False,
+    value, target: Target, row, column_block, slot, format: Format, fixed=None, wait=False,
 ) -> None:  # fmt: skip
     """Quantizes half a block [64, 128] f32 by its rows and starts its copy to GMEM, up to the end of data.
 
@@ -372,7 +318,7 @@ def put(
       target: see `Target`.
       row, column_block: the first of the 64 rows, and the block of 128 columns, in data.
       slot: the half of the buffer that takes the values.
-      format, by_row: see `quantize_rows`.
+      format: see `quantize_rows`.
       fixed: the scale, which is then not written; None computes one for each row.
       wait: whether earlier copies may still read the buffer.
     """
@@ -381,8 +327,7 @@ def put(
     if fixed is None:
         scale = to_scale(amax(value), format)
         inverse = 1.0 / scale
-        index = (rows, column_block) if by_row else (column_block, rows)
-        store(scales.at[index], scale, optimized=not by_row)
+        scales[column_block, rows] = scale
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
     else:
         inverse = 1.0 / fixed
