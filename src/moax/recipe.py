@@ -24,9 +24,6 @@ class Format:
         of 128 gives square blocks, which have the same scales for fprop and dgrad.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
-      by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
-        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Without groups, as in
-        `moax.ops.quantize`, the flag changes nothing.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -36,17 +33,9 @@ class Format:
     block: int | None = 128
     tile: int = 1
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
-    by_group: bool = False
 
     def __post_init__(self):
         check_fields(self, "Format: ")
-        if self.by_group and self.block is not None:
-            raise ValueError("Format: by_group=True must be False, or True with block=None")
-
-    @property
-    def shared(self) -> bool:
-        """Whether one scale holds for the rows of all experts on all devices."""
-        return self.block is None and not self.by_group
 
     def row_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
         """Returns the block lengths of rows [M, ..., C] in a matmul.

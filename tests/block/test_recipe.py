@@ -60,8 +60,6 @@ def test_unknown_recipes(recipe):
         ("block", 1.5, "an int of at least 1"),
         ("tile", 0, "an int of at least 1"),
         ("tile", None, "an int of at least 1"),
-        ("by_group", True, "False, or True with block=None"),
-        ("by_group", 1, "True or False"),
     ],
 )
 def test_formats_that_cannot_be(field, value, remedy):

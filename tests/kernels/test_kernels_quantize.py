@@ -109,22 +109,6 @@ def test_one_scale_for_the_tensor():
     assert by_column.scale.shape == (1, 128)
 
 
-def test_one_scale_for_each_group():
-    """Breaks if a block of rows is scaled, forward or in wgrad, by the scale of another expert's rows."""
-    sizes = jnp.array([70, 0, 128], jnp.int32)
-    scale = np.array([2.0**20, 2.0, 1.0], np.float32)
-    x = jnp.asarray(values(0, 384, 96), jnp.bfloat16)
-    settings = lambda x, sizes, s: quantize_rows(x, make_blocks(sizes, 384), scale=s)  # noqa: E731
-    by_row, by_column = interpret(settings, x, sizes, scale)
-    of_rows = np.repeat(scale, 128)
-    real = np.arange(256) % 128 < np.repeat([70, 128], 128)
-    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(F8)
-    want = np.where(real[:, None], want.astype(np.float32), 0.0)
-    np.testing.assert_array_equal(by_row.data[:256].astype(np.float32), want)
-    np.testing.assert_array_equal(by_column.data[:, :256].astype(np.float32), want.T)
-    assert (by_row.scale == of_rows[None]).all() and (by_column.scale == scale[:, None]).all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "width"),
     some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),

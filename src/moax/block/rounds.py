@@ -319,7 +319,7 @@ def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     axes of tokens if one scale holds for a whole tensor.
     """
     formats = [format for recipe in (p.recipe.wi, p.recipe.wo) for format in (recipe.x, recipe.dy)]
-    if any(format is not None and format.shared for format in formats):
+    if any(format is not None and format.block is None for format in formats):
         return p.axes.tokens
     gathered = set[str]()
     if p.recipe.wi.w is not None and not p.wi.gathered:

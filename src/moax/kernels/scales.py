@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moax.kernels.groups import Groups, zero_rows
 from moax.mesh.axes import Names
 from moax.recipe import Format, Use
 from moax.types import QArray
@@ -40,14 +38,6 @@ def block_max(x: Array, block: Block) -> Float[Array, "..."]:
         x = jnp.pad(x, padding)
     split = [size for n, b in zip(x.shape, lengths, strict=True) for size in (n // b, b)]
     return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))
-
-
-def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
-    """Returns for each row the maximum of |x| over the finite elements of its group."""
-    values = block_max(zero_rows(x, groups.real), (1, None))[:, 0]
-    if groups.sizes is None:
-        return jnp.broadcast_to(values.max(), values.shape)
-    return jax.ops.segment_max(values, groups.index, num_segments=groups.sizes.shape[0])[groups.index]
 
 
 def to_scale(

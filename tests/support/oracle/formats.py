@@ -97,13 +97,6 @@ def round_rows(
     if format is None:
         return np.asarray(x, np.float64)
     x = np.array(x, np.float32)
-    if format.by_group:
-        parts = np.split(x, tp, axis=-1)
-        for part in parts:
-            for rows in [slice(0, len(x))] if segments is None else segments:
-                if rows.stop > rows.start:
-                    part[rows] = round_trip(part[rows], format, (None,) * x.ndim)
-        return np.concatenate(parts, axis=-1).astype(np.float64)
     if format.block is None:
         return round_trip(x, format, (None,) * x.ndim)
     if contracted == "columns":

@@ -49,7 +49,6 @@ from moax.kernels.scales import (
     block_max,
     dequantize,
     flatten_columns,
-    max_of_groups,
     shards_cut_blocks,
     to_scale,
     turn_dims,
@@ -209,9 +208,7 @@ def quantize_for_matmul(
     with jax.named_scope("quantize"):
         x = x.reshape(x.shape[0], -1)
         scale = None
-        if format.by_group:  # a block of 128 rows lies in one group
-            scale = to_scale(max_of_groups(x, groups)[::BLOCK], format)
-        elif format.block is None:
+        if format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
         return quantize_rows(

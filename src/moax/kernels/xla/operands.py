@@ -20,7 +20,6 @@ from moax.kernels.scales import (
     encode,
     expand_scales,
     flatten_columns,
-    max_of_groups,
     shards_cut_blocks,
     to_scale,
 )
@@ -73,10 +72,6 @@ def quantize_for_matmul(
     with jax.named_scope("quantize"):
         x = x.astype(jnp.float32)
         real = zero_rows(x, groups.real)
-        if format.by_group:  # each row carries the scale of its group
-            scale = to_scale(max_of_groups(x, groups), format)[:, None]
-            operand = QArray(*encode(real, scale, 1.0 / scale, format), format.dtype, (1, None))
-            return operand, operand
         if format.block:
             amax_over = ()
         else:

@@ -35,7 +35,7 @@ from moax.recipe import Format
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks | None, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), rows: bool = True, columns: bool = True,
-    scale: Float[Array, " B"] | None = None, by_row: bool = False,
+    scale: Float[Array, " 1"] | None = None, by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
@@ -47,7 +47,7 @@ def quantize_rows(
         padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
-      scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
+      scale: [1] f32, the scale of the whole tensor; None computes the scales.
       by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)]; without `scale`.
 
     Returns:
@@ -95,9 +95,7 @@ def quantize_rows(
                 gather_tile(x, gather_idx, i * BLOCK, j * BLOCK, tile, loaded, alike)
             if counts is not None and gather_idx is None:
                 zero_tail([tile], counts[block], (0, 1), met)
-            fixed = None
-            if fixed_scales is not None:
-                fixed = fixed_scales[0 if fixed_scales.shape[0] == 1 else i]
+            fixed = None if fixed_scales is None else fixed_scales[0]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             sliced = gather_idx is None
             for n, (name, half) in enumerate(itertools.product(scale_shapes, (0, 1))):
@@ -122,20 +120,13 @@ def quantize_rows(
         counts = blocks.rows
     data, scales = run(x, gather_idx, starts, counts, scale)
     if scale is not None:
-        scales = _broadcast_scale(scale, scale_shapes)
+        scales = {name: jnp.broadcast_to(scale, shape) for name, shape in scale_shapes.items()}
     by_rows = by_columns = None
     if rows:
         by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
     if columns:
         by_columns = KMajorFp8(data["columns"][:width], scales["columns"])
     return by_rows, by_columns
-
-
-def _broadcast_scale(scale, shapes: dict) -> dict:
-    """Returns the scales of these shapes where each tensor, or each 128 rows, has one scale."""
-    of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
-    scales = {"rows": of_rows, "columns": scale[:, None]}
-    return {name: jnp.broadcast_to(scales[name], shape) for name, shape in shapes.items()}
 
 
 @with_vma_of_inputs
