@@ -189,8 +189,7 @@ class TrainConfig:
     )
     seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
     recipe: str | None = setting(
-        "how products are quantized: none, fp8_block, mxfp8, fp8_tensor, or one for each "
-        "projection, as wi=fp8_block,wo=none",
+        "how products are quantized: none, fp8_block, mxfp8, or one for each projection, as wi=fp8_block,wo=none",
         None,
         metavar="NAME",
     )

@@ -283,7 +283,7 @@ OPS_WITHOUT_TOKENS = {
     "grouped_matmul": lambda x, sizes: ops.grouped_matmul(x, jnp.ones((4, 16, 2, 8)), jnp.zeros(sizes, jnp.int32)),
     "dense": lambda x, sizes: ops.dense(x[None], jnp.ones((16, 8)), recipe="fp8_block"),
     "permute": lambda x, sizes: ops.permute(x, jnp.zeros((0, 2), jnp.int32), 4, align=8)[0],
-    "quantize": lambda x, sizes: ops.dequantize(ops.quantize(x, moax.Format(block=None, scale="e8m0"))),
+    "quantize": lambda x, sizes: ops.dequantize(ops.quantize(x, moax.Format(scale="e8m0"))),
     "all_gather": lambda x, sizes: ops.dispatch(x, jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2)), 4).rows,
 }
 

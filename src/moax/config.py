@@ -183,8 +183,8 @@ class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
 
     Attributes:
-      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
-        of these for wi and one for wo.
+      recipe: `fp8_block`, `mxfp8`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one of these for
+        wi and one for wo.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
         `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
@@ -198,8 +198,8 @@ class Options:
       buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
         step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
         `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
-        the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
-        bounds the rows that the exchange moves already, in one round.
+        the worst case, and None allocates it. `capacity_factor` bounds the rows that the exchange moves
+        already, in one round.
       save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
         them again, which takes less memory. None keeps them but where ep has size 1 and one kernel gathers and
         quantizes them: there backward needs little time for them. Where matmuls gather rows of x themselves, and no

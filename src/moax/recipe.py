@@ -18,8 +18,7 @@ class Format:
 
     Attributes:
       dtype: `e4m3`, whose maximum is 448, or `e5m2`, whose maximum is 57344.
-      block: the length of a block along the contracted dim, in elements. None makes the whole tensor one block; of a
-        weight, the matrix of each expert.
+      block: the length of a block along the contracted dim, in elements.
       tile: the length of a block of a weight along the dim that is not contracted, in elements. With block 128, a tile
         of 128 gives square blocks, which have the same scales for fprop and dgrad.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
@@ -30,33 +29,29 @@ class Format:
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
-    block: int | None = 128
+    block: int = 128
     tile: int = 1
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
 
     def __post_init__(self):
         check_fields(self, "Format: ")
 
-    def row_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+    def row_block(self, ndim: int, use: Use) -> tuple[int, ...]:
         """Returns the block lengths of rows [M, ..., C] in a matmul.
 
         `fprop` and `dgrad` sum over columns, and `wgrad` over rows: blocks of 128 of rows [M, C] are (1, 128) for
         `fprop` and `dgrad`, and (128, 1) for `wgrad`.
         """
-        if self.block is None:
-            return (None,) * ndim
         ones = (1,) * (ndim - 1)
         if use == "wgrad":
             return (self.block, *ones)
         return (*ones, self.block)
 
-    def weight_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+    def weight_block(self, ndim: int, use: Use) -> tuple[int, ...]:
         """Returns the block lengths of weights [E, K, ..., N] in a matmul: `fprop` sums over K, `dgrad` over (..., N).
 
         With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for `fprop`.
         """
-        if self.block is None:
-            return (1,) + (None,) * (ndim - 1)
         ones = (1,) * (ndim - 3)
         if use == "fprop":
             return (1, self.block, *ones, self.tile)
@@ -72,11 +67,11 @@ class Recipe:
       x: the format of activations, in forward and wgrad.
       w: the format of weights, in forward and dgrad. A weight is quantized on its shard and gathered as bytes.
       dy: the format of gradients of activations, in dgrad and wgrad.
-      wire: the format of tokens and of their gradients while they travel to the ranks of their experts. It must have
-        blocks, which lie along the columns.
+      wire: the format of tokens and of their gradients while they travel to the ranks of their experts. Its blocks lie
+        along the columns.
 
     Raises:
-      ValueError: a field is neither a Format nor None, or `wire` has no block.
+      ValueError: a field is neither a Format nor None.
     """
 
     x: Format | None
@@ -86,21 +81,17 @@ class Recipe:
 
     def __post_init__(self):
         check_fields(self, "Recipe: ")
-        if self.wire is not None and self.wire.block is None:
-            raise ValueError("Recipe: wire must have a block: a scale for the whole tensor would tie tokens together")
 
     @functools.cached_property
     def row_alignment(self) -> int:
         """The multiple at which each expert begins, so that no block of rows holds rows of two experts."""
-        formats = [format for format in (self.x, self.dy) if format is not None]
-        return max((format.block for format in formats if format.block is not None), default=1)
+        return max((format.block for format in (self.x, self.dy) if format is not None), default=1)
 
 
 FULL = Recipe(None, None, None)
 RECIPES: dict[str, Recipe] = {
     "fp8_block": Recipe(Format(block=128), Format(block=128, tile=128), Format(block=128)),
     "mxfp8": Recipe(*[Format(block=32, scale="e8m0")] * 3),
-    "fp8_tensor": Recipe(Format(block=None), Format(block=None), Format(dtype="e5m2", block=None)),
 }
 
 

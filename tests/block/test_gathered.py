@@ -31,7 +31,7 @@ CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts", 0.1),
     ("tp2x2x2", "explicit", "wi=fp8_block", "model", 1.25),
     ("dp2x2x2", "custom_partitioning", None, "model", 1.25),
-    ("tp2x2x2", "custom_partitioning", "fp8_tensor", "experts", 1.25),
+    ("tp2x2x2", "custom_partitioning", "mxfp8", "experts", 1.25),
     ("8x1", "custom_partitioning", "mxfp8", "model", 1.25),
     ("8x1", "explicit", "fp8_block", "experts", 1.25),
     ("8x1", "shard_map", "wo=mxfp8", "model", 0.1),
@@ -42,7 +42,7 @@ CASES = [
 
 
 # The recipe, the layout of the weight, and its K: kernels need no GPU to quantize shards of these.
-HOPPER = [("fp8_block", "model", 320), ("fp8_tensor", "experts", 100), ("mxfp8", "experts", 100)]
+HOPPER = [("fp8_block", "model", 320), ("fp8_block", "experts", 100), ("mxfp8", "experts", 100)]
 
 
 def run(x, params, quantized=None, **options):

@@ -23,7 +23,7 @@ X = random(1, 64, 256)
 CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts"),
     ("2x4", "explicit", "mxfp8", "experts"),
-    ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
+    ("tp2x2x2", "custom_partitioning", "mxfp8", "model"),
     ("8x1", "shard_map", "wi=fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
     ("tp2x2x2", "custom_partitioning", None, "model"),

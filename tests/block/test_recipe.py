@@ -15,7 +15,6 @@ from moax.recipe import FULL, RECIPES, get_recipe, get_recipes
 
 BLOCK = Format(block=128)
 MX = Format(block=32, scale="e8m0")
-TENSOR = Format(block=None)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,6 @@ TENSOR = Format(block=None)
     [
         ("fp8_block", BLOCK, Format(block=128, tile=128), BLOCK, 128),
         ("mxfp8", MX, MX, MX, 32),
-        ("fp8_tensor", TENSOR, TENSOR, Format(dtype="e5m2", block=None), 1),
         (None, None, None, None, 1),
     ],
 )
@@ -46,7 +44,7 @@ def test_unknown_recipes(recipe):
     """Breaks if a misspelt recipe trains unquantized, or if the message does not list the names."""
     with pytest.raises(
         ValueError,
-        match="recipe=.* must be None, a Recipe, or one of 'fp8_block', 'mxfp8', 'fp8_t",
+        match="recipe=.* must be None, a Recipe, or one of 'fp8_block', 'mxfp8'$",
     ):
         get_recipe(recipe)
 
@@ -57,6 +55,7 @@ def test_unknown_recipes(recipe):
         ("dtype", "e4m3fn", "one of 'e4m3', 'e5m2'"),
         ("scale", "bf16", "one of 'float32', 'pow2', 'e8m0'"),
         ("block", 0, "an int of at least 1"),
+        ("block", None, "an int of at least 1"),
         ("block", 1.5, "an int of at least 1"),
         ("tile", 0, "an int of at least 1"),
         ("tile", None, "an int of at least 1"),
@@ -75,12 +74,6 @@ def test_recipes_hold_formats(field):
         Recipe(**{**dict(x=None, w=None, dy=None), field: "e4m3"})
 
 
-def test_no_scale_ties_tokens_together():
-    """Breaks if rows travel with one scale for all: a token's result would depend on the other tokens."""
-    with pytest.raises(ValueError, match="wire must have a block"):
-        Recipe(None, None, None, wire=TENSOR)
-
-
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_the_largest_value(dtype):
     """Breaks if scales map amax to anything but the largest finite value of the type."""
@@ -94,7 +87,6 @@ def test_the_largest_value(dtype):
     [
         (BLOCK, (128, 1, 1), (1, 1, 128)),
         (MX, (32, 1, 1), (1, 1, 32)),
-        (TENSOR, (None,) * 3, (None,) * 3),
     ],
 )
 def test_blocks_of_rows(format, rows_of, columns_of):
@@ -109,7 +101,6 @@ def test_blocks_of_rows(format, rows_of, columns_of):
     [
         ("fp8_block", (1, 128, 1, 128), (1, 128, 1, 128)),
         ("mxfp8", (1, 32, 1, 1), (1, 1, 1, 32)),
-        ("fp8_tensor", (1, None, None, None), (1, None, None, None)),
     ],
 )
 def test_blocks_of_weights(name, forward, dgrad):

@@ -221,7 +221,7 @@ def test_fall_back_to_xla(caplog):
     d_a = jnp.asarray(d_a, jnp.bfloat16)
     weights = jnp.asarray(real, jnp.float32) / 2
     log_once.cache_clear()
-    settings = dict(weights=weights, amax_over=())
+    settings = dict(weights=weights)
     with caplog.at_level(logging.WARNING):
         a = hopper.activate(h, act, FULL, groups, **settings)
         back, d_h, _, inner = hopper.activate_grad_quantize(

@@ -90,25 +90,6 @@ def test_rows_and_columns(source, width, format):
     assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
 
 
-def test_one_scale_for_the_tensor():
-    """A given scale that is not used, or divides twice."""
-    x = jnp.asarray(values(0, 128, 96), jnp.bfloat16)
-    scale = np.array([2.0**20], np.float32)
-    by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
-    want = (
-        jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan)
-        .astype(F8)
-        .astype(
-            np.float32,
-        )
-    )
-    np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
-    np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
-    assert (by_row.scale == scale).all()
-    assert by_row.scale.shape == (1, 128)
-    assert by_column.scale.shape == (1, 128)
-
-
 @pytest.mark.parametrize(
     ("dtype", "width"),
     some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),
@@ -166,16 +147,6 @@ def test_weight(source, format, transposed):
     assert got.data.shape == data.shape
     assert got.scale.shape == scale.shape
     assert got.scale[1, 0, 0] == 1
-
-
-def test_weight_one_scale_a_matrix():
-    """The scale of another matrix."""
-    w = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16)
-    scale = np.array([2.0**18, 2.0**21], np.float32)
-    got = interpret(lambda w, s: quantize_weight(w, transposed=False, scale=s), w, scale)
-    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(F8)
-    np.testing.assert_array_equal(got.data.astype(np.float32), want.astype(np.float32))
-    assert (got.scale == scale[:, None, None]).all()
 
 
 def test_refuses_what_the_kernel_cannot_take():

@@ -190,7 +190,7 @@ KEPT = (("expert",), (), ())
 def test_layout_of_a_weight(roles, kept, of, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is where a dim keeps it, if quantizing does not keep the
     shard, or if an axis of no role stays in the spec."""
-    own, keeps, results, _ = layout("w", of, kept, roles)
+    own, keeps, results = layout("w", of, kept, roles)
     assert keeps == kept and results == gather
     assert pad(own, len(kept)) == tuple(k + g for k, g in zip(kept, gather, strict=True))
 
@@ -571,7 +571,7 @@ def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
     weight_spec = P(*(tuple(part) or None for part in (names[:first_cut], names[first_cut:second], names[second:])))
     split_axes = (("ep",), (), ("tp",))
     try:
-        own, _, gather, _ = layout("w", weight_spec, split_axes, ROLES)
+        own, _, gather = layout("w", weight_spec, split_axes, ROLES)
     except ValueError as error:
         assert re.search(r": dim \d is (not )?sharded", str(error))
         return

@@ -305,10 +305,10 @@ def test_block(emulated, mesh, way):
 @pytest.mark.more
 @pytest.mark.parametrize(
     "recipe",
-    some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"), 1),
+    some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "mxfp8"), 1),
 )
 def test_block_quantized(emulated, recipe):
-    """No scale, of a row or of the whole tensor, is taken of a row that nobody wrote."""
+    """No scale is taken of a row that nobody wrote."""
     got, got_grads = block("custom_partitioning", "2x4", exchange="one_sided", recipe=recipe)()
     want, want_grads = block("custom_partitioning", "2x4", exchange="all_gather", recipe=recipe)()
     for g, w in zip(

@@ -29,8 +29,6 @@ FORMATS = {
     "mxfp8": recipe.RECIPES["mxfp8"].w,
     "pow2": Format(block=128, tile=128, scale="pow2"),
     "e5m2": Format(dtype="e5m2", block=64),
-    "tensor": recipe.RECIPES["fp8_tensor"].w,
-    "tensor_e5m2": recipe.RECIPES["fp8_tensor"].dy,
 }
 
 
@@ -216,13 +214,13 @@ LAYOUTS = {
     "columns": ((4, 256, 512), ("ep", "tp", "fsdp"), "weight"),
     "rows": ((64, 200), (("dp", "fsdp", "ep"),), "row"),
 }
-NAMES = ("fp8_block", "mxfp8", "tensor")
+NAMES = ("fp8_block", "mxfp8")
 COVER = [*itertools.product(WAYS, ["2x4"], ["model"], NAMES)]
 COVER += [("custom_partitioning", "2x4", layout, name) for layout, name in itertools.product(LAYOUTS, NAMES)]
 COVER += [(way, "tp2x2x2", "columns", "fp8_block") for way in WAYS]
 COVER += [
     ("custom_partitioning", "4x2", "model", "fp8_block"),
-    ("user_vma", "8x1", "rows", "tensor"),
+    ("user_vma", "8x1", "rows", "mxfp8"),
 ]
 COVER = sorted(set(COVER))
 
@@ -269,40 +267,17 @@ def check_on_mesh(way, mesh, layout, name):
     some([*COVER[::3], *COVER[1::3], *COVER[2::3]], 6),
 )
 def test_on_mesh(way, mesh, layout, name):
-    """Each shard is quantized by itself: nobody else's amax, but for a tensor's one scale, which is the mesh's; the
-    gathered whole dequantizes to the same values."""
+    """Each shard is quantized by itself, with nobody else's amax; the gathered whole dequantizes to the same values."""
     check_on_mesh(way, mesh, layout, name)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    some([("tp2x2x2", "tensor"), ("8x1", "tensor_e5m2"), *itertools.product(("2x4", "dp2x2x2"), ("tensor",))], 2),
-)
-def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
-    """The scale is pmax'd before the cast: to the bit that of one device, else a run would depend on its mesh."""
-    x = jnp.asarray(wide_range(7, 64, 96))
-    one = quantize(x, FORMATS[name])
-    layout = spec(mesh, ("dp", "fsdp", "ep"), "tp")
-
-    def forward(x, engine):
-        q = quantize(x, FORMATS[name], x_spec=layout, engine=engine)
-        return (), (q.data, q.scale)
-
-    for way in ("custom_partitioning", "explicit"):
-        _, (data, scale) = program(way, mesh, forward, (x,), (layout,))()
-        np.testing.assert_array_equal(data, one.data)
-        np.testing.assert_array_equal(scale, one.scale)
 
 
 @pytest.mark.parametrize(
     ("way", "layout", "name"),
     some([("custom_partitioning", "model", "fp8_block"), ("explicit", "model", "mxfp8"),
-          ("shard_map", "model", "tensor"), ("custom_partitioning", "experts", "tensor"),
           *itertools.product(("explicit",), ("experts", "model"), NAMES)], 4),
 )  # fmt: skip
 def test_collectives(way, layout, name):
-    """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
-    expert."""
+    """A weight's shard is quantized where it lies: nothing moves."""
     shape, entries, _ = LAYOUTS[layout]
     placement = P(*entries)
     format = FORMATS[name]
@@ -313,11 +288,7 @@ def test_collectives(way, layout, name):
 
     p = program(way, "2x4", forward, (wide_range(8, *shape),), (placement,))
     traffic = p.under(lambda x: inspect.collectives(p.fn, x))
-    if name == "tensor" and layout != "experts":
-        assert [(c.kind, c.axes) for c in traffic] == [("all-reduce", ("fsdp",))]
-        assert traffic[0].size == shape[0] // 4
-    else:
-        assert traffic == []
+    assert traffic == []
     data = p.placed()[1]
     assert data.sharding.shard_shape(shape) == (
         shape[0] // (8 if layout == "experts" else 4),
@@ -353,7 +324,7 @@ def test_without_a_spec_blocks_are_not_cut(way, mesh, size):
 @pytest.mark.parametrize("way", ("none", "custom_partitioning"))
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap(way, name):
-    """A batch is each of its elements; a tensor's one scale is one an element of the batch."""
+    """A batch is each of its elements."""
     x = wide_range(10, 3, 64, 96)
     layout = P(None, ("fsdp", "ep"))
 
@@ -456,20 +427,6 @@ def test_each_group_is_quantized_by_itself(block, name):
     q = quantize_groups(x, np.asarray(GROUPS))
     check_groups(q, x, real, BY_EIGHT[name], block)
     assert np.isfinite(dequantize(q)).all()
-
-
-def test_one_scale_of_groups():
-    """Breaks if padding enters the one scale of all rows."""
-    x, real = dirty(1)
-    q = quantize(
-        jnp.asarray(x),
-        Format(block=None),
-        block=(None, None),
-        group_sizes=jnp.asarray(GROUPS),
-        align=ALIGN,
-    )
-    want = quantize_by_numpy(np.where(real[:, None], x, 0), Format(block=None), (None, None))
-    np.testing.assert_array_equal(q.scale, want[1])
 
 
 def test_is_what_a_product_multiplies():

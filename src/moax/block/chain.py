@@ -250,7 +250,6 @@ def permute_quantize(
         recipe,
         role,
         groups,
-        p.axes.tokens,
         gather_idx=plan.gather_idx,
         in_matmul=gathers,
         direct=direct,
@@ -314,10 +313,8 @@ def activate(
         weights = saved.row_weights
     act = find_activation(p)
     if plain:
-        return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights, amax_over=())
-    amax_axes = p.axes.tokens + p.axes.tp
-    local = implementation(p.kernels)
-    return local.activate(h, act, p.recipe.wo, groups, weights=weights, amax_over=amax_axes)
+        return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights)
+    return implementation(p.kernels).activate(h, act, p.recipe.wo, groups, weights=weights)
 
 
 def activate_grad(
@@ -325,13 +322,12 @@ def activate_grad(
 ) -> HiddenGrad:
     """Returns the gradient of a = act(h), with h scaled by the routing weights where they come at the input."""
     local = implementation(p.kernels)
-    amax_axes = p.axes.tokens + p.axes.tp
     act = find_activation(p)
     h, row_weights = saved.h, saved.row_weights
     at_input = p.config.weights_at == "input"
     if not at_input and not w.has_up_terms:
         a, d_h, d_h_wgrad, d_row_weights = local.activate_grad_quantize(
-            h, d_a, act, p.recipe, groups, weights=row_weights, amax_over=amax_axes
+            h, d_a, act, p.recipe, groups, weights=row_weights
         )
         return HiddenGrad(a, d_h, d_h_wgrad, None, d_row_weights)
     if at_input:
@@ -341,13 +337,12 @@ def activate_grad(
         d_h_plain = scale_rows(d_scaled, row_weights, groups)
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, direct=False)
+    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, direct=False)
     d_h, d_h_wgrad = local.quantize_for_matmul(
         d_h_plain,
         p.recipe.wi,
         "dy",
         groups,
-        amax_axes,
         wgrad=not p.frozen,
     )
     return HiddenGrad(a, d_h, d_h_wgrad, d_h_plain, d_row_weights)

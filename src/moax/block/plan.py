@@ -154,7 +154,7 @@ def make_plan(
     must_keep = bool(ep) or frozen
     save_rows = options.save_rows
     if save_rows is None:
-        save_rows = must_keep or not local.sorts_and_quantizes(recipe.wi)
+        save_rows = must_keep or not local.supports_fp8(recipe.wi)
 
     make_weight = functools.partial(
         WeightSpec,
@@ -272,7 +272,7 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
     if quantized.kernels != plan.kernels:
         raise ValueError(f"quantized has kernels={quantized.kernels!r}, and this call has {plan.kernels!r}; {same}")
     tp = view.axes.size(view.axes.tp)
-    if quantized.tp != tp and _has_blocks(plan.recipe):
+    if quantized.tp != tp and (plan.recipe.wi.w is not None or plan.recipe.wo.w is not None):
         raise ValueError(
             f"quantized is of tp of {plural(quantized.tp, 'device')}, and this call has tp of {plural(tp, 'device')}, "
             "which counts the blocks of scales otherwise; call moax.quantize_params on the mesh of this call, with its "
@@ -292,9 +292,3 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
                 "moax.quantize_params"
             )
-
-
-def _has_blocks(recipe: Recipes) -> bool:
-    """Returns whether scales of blocks belong to one of the weights."""
-    formats = (recipe.wi.w, recipe.wo.w)
-    return any(format is not None and format.block is not None for format in formats)

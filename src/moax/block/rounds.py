@@ -315,12 +315,8 @@ def leave_out(
 def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     """Returns the axes of tokens whose devices make equally many rounds, because a round has collectives over them.
 
-    These are ep; the axes over which a quantized wi is gathered, since backward gathers it again for its rows; and all
-    axes of tokens if one scale holds for a whole tensor.
+    These are ep, and the axes over which a quantized wi is gathered, since backward gathers it again for its rows.
     """
-    formats = [format for recipe in (p.recipe.wi, p.recipe.wo) for format in (recipe.x, recipe.dy)]
-    if any(format is not None and format.block is None for format in formats):
-        return p.axes.tokens
     gathered = set[str]()
     if p.recipe.wi.w is not None and not p.wi.gathered:
         # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.

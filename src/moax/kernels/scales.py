@@ -96,21 +96,19 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
 
 def shards_cut_blocks(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> bool:
     """Returns whether shards [E, K, *C] of a weight, which is gathered over `gather`, may end inside its blocks."""
-    if format.block is None:
-        return False
     _, rows, columns = format.weight_block(3, use)
-    cuts_rows = bool(gather[1]) and shape[1] % (rows or 1) > 0
-    cuts_columns = any(gather[2:]) and shape[-1] % (columns or 1) > 0
+    cuts_rows = bool(gather[1]) and shape[1] % rows > 0
+    cuts_columns = any(gather[2:]) and shape[-1] % columns > 0
     return cuts_rows or cuts_columns
 
 
 def find_scale_axes(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> tuple[Names, ...]:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
-    Where shards [E, K, *C] cut blocks, and where one scale holds for a matrix, every shard has all scales of its
-    matrices. The columns of the scales are one dim, unless columns are gathered: then each of them has its own axes.
+    Where shards [E, K, *C] cut blocks, every shard has all scales of its matrices. The columns of the scales are one
+    dim, unless columns are gathered: then each of them has its own axes.
     """
-    if format.block is None or shards_cut_blocks(shape, format, use, gather):
+    if shards_cut_blocks(shape, format, use, gather):
         return (gather[0], (), ())
     if any(gather[2:]):
         return tuple(gather)

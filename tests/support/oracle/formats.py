@@ -72,8 +72,6 @@ def round_weight(
     """
     if format is None:
         return np.asarray(w, np.float64)
-    if format.block is None:  # Each expert has one scale, for any sharding.
-        tp = 1
     parts = []
     block = format.weight_block(3, "fprop" if contracted == "rows" else "dgrad")
     for part in np.split(np.asarray(w, np.float32), tp, axis=tp_dim or 0):
@@ -97,8 +95,6 @@ def round_rows(
     if format is None:
         return np.asarray(x, np.float64)
     x = np.array(x, np.float32)
-    if format.block is None:
-        return round_trip(x, format, (None,) * x.ndim)
     if contracted == "columns":
         parts = []
         for part in np.split(x, tp, axis=-1):
