@@ -464,10 +464,6 @@ def test_misspelt_keywords():
         (lambda: moax.Format(blocks=32), r"Format\(\) .*'blocks'; did you mean 'block'\?"),
         (lambda: moax.Recipe(None, None, dw=None), r"Recipe\(\) .*'dw'; did you mean '(w|dy)'\?"),
         (
-            lambda: moax.Recipes(wy="mxfp8"),
-            r"Recipes\(\) .*'wy'; the fields of moax.Recipes are wi, wo",
-        ),
-        (
             lambda: moax.LogicalAxes(T="embed"),
             r"LogicalAxes\(\) .*'T'; the fields of moax.LogicalAxes are E, H, F",
         ),

@@ -18,7 +18,7 @@ from moax.checks import check_fields, check_keywords, check_value, suggest_field
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
-from moax.recipe import Recipe, Recipes, get_recipes
+from moax.recipe import Recipe, get_recipe
 from moax.types import Routing, exportable
 
 
@@ -183,8 +183,7 @@ class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
 
     Attributes:
-      recipe: `fp8_block`, `mxfp8`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one of these for
-        wi and one for wo.
+      recipe: `fp8_block`, `mxfp8`, a `Recipe`, or None to quantize nothing.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
         `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
@@ -214,7 +213,7 @@ class Options:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
-    recipe: str | Recipe | Recipes | None = None
+    recipe: str | Recipe | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"
@@ -224,7 +223,7 @@ class Options:
     grad_reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        get_recipes(self.recipe)
+        get_recipe(self.recipe)
         check_fields(self, "", positive=("buffer_factor",))
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
 
@@ -240,7 +239,7 @@ def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> 
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options` as keywords of a function."""
 
-    recipe: str | Recipe | Recipes | None
+    recipe: str | Recipe | None
     axes: Axes
     exchange: str
     kernels: str

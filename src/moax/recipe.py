@@ -95,32 +95,6 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-@suggest_fields
-@dataclasses.dataclass(frozen=True)
-class Recipes:
-    """A recipe for each projection of a block.
-
-    Attributes:
-      wi: the recipe of the matmul with wi: of x, wi and the gradient of the input of the activation. Its `wire` is the
-        format of tokens on their way.
-      wo: the recipe of the matmul with wo: of the activations, wo and the gradient of y.
-
-    Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
-
-    Raises:
-      ValueError: a name has no recipe, or the recipe of wo has another `wire` than that of wi.
-    """
-
-    wi: Recipe
-    wo: Recipe
-
-    def __init__(self, wi: str | Recipe | None = None, wo: str | Recipe | None = None):
-        object.__setattr__(self, "wi", get_recipe(wi))
-        object.__setattr__(self, "wo", get_recipe(wo))
-        if self.wo.wire not in (None, self.wi.wire):
-            raise ValueError(f"Recipes: wo has wire={self.wo.wire}; tokens travel by the wire of wi, {self.wi.wire}")
-
-
 def get_recipe(recipe: str | Recipe | None) -> Recipe:
     """Returns the recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
 
@@ -134,40 +108,9 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     return RECIPES[recipe]
 
 
-def describe_recipes(recipes: Recipes) -> str:
-    """Returns the short name that `get_recipes` takes: 'fp8_block', 'wi=fp8_block,wo=none', or None.
-
-    A recipe of the caller's own has no name, and is "(a Recipe)".
-    """
-    names = {recipe: name for name, recipe in RECIPES.items()} | {FULL: "none"}
-    wi = names.get(recipes.wi, "(a Recipe)")
-    wo = names.get(recipes.wo, "(a Recipe)")
-    if recipes.wi != recipes.wo:
-        return repr(f"wi={wi},wo={wo}")
-    if recipes.wi == FULL:
+def describe_recipe(recipe: Recipe) -> str:
+    """Returns the name of a recipe in quotes, or None; a recipe of the caller's own is "(a Recipe)"."""
+    if recipe == FULL:
         return "None"
-    if recipes.wi not in names:
-        return wi
-    return repr(wi)
-
-
-def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
-    """Returns the recipes of wi and wo. A `Recipes` is returned as it is; one recipe, or its name, holds for both.
-
-    A text such as "wi=fp8_block,wo=none", of a command line, names both; the projection that it leaves out is not
-    quantized.
-
-    Raises:
-      ValueError: a name has no recipe, or no projection has the name.
-    """
-    if isinstance(recipe, Recipes):
-        return recipe
-    if not isinstance(recipe, str) or "=" not in recipe:
-        return Recipes(recipe, recipe)
-    name_of_projection: dict[str, str | None] = {}
-    for part in recipe.split(","):
-        projection, _, name = (piece.strip() for piece in part.partition("="))
-        if projection not in ("wi", "wo") or projection in name_of_projection:
-            raise ValueError(f"recipe={recipe!r} must name wi and wo once each, as in 'wi=fp8_block,wo=none'")
-        name_of_projection[projection] = None if name == "none" else name
-    return Recipes(**name_of_projection)
+    names = {own: name for name, own in RECIPES.items()}
+    return repr(names[recipe]) if recipe in names else "(a Recipe)"

@@ -10,7 +10,7 @@ import jax
 import jax.export
 from jaxtyping import Array, Float, Int, UInt8
 
-from moax.recipe import Recipes
+from moax.recipe import Recipe
 
 # What a step does once for the weights of its microbatches: it quantizes them, or it also gathers them over fsdp.
 Kept = Literal["kept", "gathered"]
@@ -180,9 +180,9 @@ class QuantizedParams[Leaf]:
     `Leaf` is an array, or the PartitionSpec of one.
 
     Attributes:
-      wi, wo: each weight twice: for fprop, and for dgrad. A weight that its recipe does not quantize is one array in
+      wi, wo: each weight twice: for fprop, and for dgrad. A weight that the recipe does not quantize is one array in
         the dtype of matmuls.
-      recipe: the recipes that quantized them.
+      recipe: the recipe that quantized them.
       kernels: the name of the implementation whose form they have.
       gathered: whether each device holds what it multiplies by, split by ep and tp alone; otherwise they are shards.
       tp: the number of devices over which tp splits F. The blocks of each of these parts are counted from its corner,
@@ -191,7 +191,7 @@ class QuantizedParams[Leaf]:
 
     wi: tuple[QShard[Leaf] | Leaf, ...]
     wo: tuple[QShard[Leaf] | Leaf, ...]
-    recipe: Recipes
+    recipe: Recipe
     kernels: str
     gathered: bool = False
     tp: int = 1

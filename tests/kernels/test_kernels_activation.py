@@ -20,7 +20,7 @@ from moax.kernels.hopper.pallas import activation as kernels
 from moax.kernels.scales import DTYPES
 from moax.kernels.xla import quantize as quantize_local
 from moax.ops.activation import activate, activation_of
-from moax.recipe import FULL, Format, Recipes
+from moax.recipe import FULL, Format
 from support import interpret, lower, some
 from support.activations import ACTS, grouped
 from support.activations import GATED as TAKES_GATE
@@ -228,7 +228,7 @@ def test_fall_back_to_xla(caplog):
             h,
             d_a,
             act,
-            Recipes(),
+            FULL,
             groups,
             **settings,
         )

@@ -239,15 +239,11 @@ def permute_quantize(
     wgrad=True,
 ) -> tuple[Operand, Operand]:
     """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
-    recipe = p.recipe.wi
-    gathers = p.gathers_x
-    if role == "dy":
-        recipe = p.recipe.wo
-        gathers = p.gathers_dy
+    gathers = p.gathers_x if role == "x" else p.gathers_dy
     plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
     operand, wgrad_operand = implementation(p.kernels).quantize_for_matmul(
         received,
-        recipe,
+        p.recipe,
         role,
         groups,
         gather_idx=plan.gather_idx,
@@ -271,7 +267,7 @@ def expert_up(
     gates = p.config.gates
     a = None
     with jax.named_scope("expert_up"):
-        if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
+        if p.config.weights_at == "output" and p.recipe.x is None and w.wi_a is None:
             act = find_activation(p)
             h, a = local.matmul_activate(rows, w.wi, groups, p.dtype, act, gates, w.bi)
         else:
@@ -314,7 +310,7 @@ def activate(
     act = find_activation(p)
     if plain:
         return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights)
-    return implementation(p.kernels).activate(h, act, p.recipe.wo, groups, weights=weights)
+    return implementation(p.kernels).activate(h, act, p.recipe, groups, weights=weights)
 
 
 def activate_grad(
@@ -337,10 +333,10 @@ def activate_grad(
         d_h_plain = scale_rows(d_scaled, row_weights, groups)
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, direct=False)
+    _, a = local.quantize_for_matmul(a, p.recipe, "x", groups, direct=False)
     d_h, d_h_wgrad = local.quantize_for_matmul(
         d_h_plain,
-        p.recipe.wi,
+        p.recipe,
         "dy",
         groups,
         wgrad=not p.frozen,

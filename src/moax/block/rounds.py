@@ -200,7 +200,7 @@ def run_backward(
         dx, d_weights = backward_up(p, p.first, halfway, grads, w_gathered.wi)
         return dx, d_weights, dw
     wi_source = None
-    if p.recipe.wi.w is not None:  # fprop takes a quantized wi in another form than dgrad
+    if p.recipe.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
 
     def run_round(received, start, w, operands, total):
@@ -318,7 +318,7 @@ def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     These are ep, and the axes over which a quantized wi is gathered, since backward gathers it again for its rows.
     """
     gathered = set[str]()
-    if p.recipe.wi.w is not None and not p.wi.gathered:
+    if p.recipe.w is not None and not p.wi.gathered:
         # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.
         for names in (*layouts[0].gather, *find_layout(p.wi).gather):
             gathered.update(names)

@@ -17,7 +17,7 @@ from moax.kernels import Operand, Role
 from moax.kernels.groups import Groups, Packing
 from moax.kernels.scales import Block
 from moax.mesh.axes import Names
-from moax.recipe import Format, Recipe, Recipes, Use
+from moax.recipe import Format, Recipe, Use
 from moax.types import QArray, QShard
 
 
@@ -179,7 +179,7 @@ class Kernels(Protocol):
         ...
 
     def activate_grad_quantize(
-        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
         groups: Groups, *, weights: Float[Array, " N"],
     ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
         """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""

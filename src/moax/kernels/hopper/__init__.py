@@ -53,7 +53,7 @@ from moax.kernels.scales import (
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import is_alone
-from moax.recipe import FULL, Format, Recipe, Recipes, Use
+from moax.recipe import FULL, Format, Recipe, Use
 from moax.types import QArray, QShard
 
 __all__ = xla.__all__
@@ -365,7 +365,7 @@ def activate(
         if not supports_activation(act, gated):
             a = xla.activate(h, act, FULL, groups, weights=weights)
             a = zero_rows(a, groups.real)
-        elif _fuses(recipe, recipe, h.shape[2]):
+        elif _fuses(recipe, h.shape[2]):
             format = cast(Format, recipe.x)
             return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
         else:
@@ -389,22 +389,22 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
     groups: BlockedGroups, *, weights: Float[Array, " N"],
 ) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`, quantized."""
-    if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
+    if supports_activation(act, h.shape[1] == 2) and _fuses(recipe, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        of_a = cast(Format, recipes.wo.x)
-        of_h = cast(Format, recipes.wi.dy)
+        of_a = cast(Format, recipe.x)
+        of_h = cast(Format, recipe.dy)
         with jax.named_scope("activate"):
             a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
                 flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
             )
         return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, direct=False)
-    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups), inner
+    _, a = quantize_for_matmul(a, recipe, "x", groups, direct=False)
+    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
 
 
 def supports_activation(act: Callable, gated: bool) -> bool:
@@ -416,10 +416,10 @@ def supports_activation(act: Callable, gated: bool) -> bool:
     return why is None
 
 
-def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
-    """Returns whether one kernel activates and quantizes: a by one recipe, and d_h by another."""
-    if not supports_fp8(of_a) or not supports_fp8(of_h) or width % BLOCK:
+def _fuses(recipe: Recipe, width: int) -> bool:
+    """Returns whether one kernel activates and quantizes, forward and backward."""
+    if not supports_fp8(recipe) or width % BLOCK:
         return False
-    x = cast(Format, of_a.x)
-    dy = cast(Format, of_h.dy)
+    x = cast(Format, recipe.x)
+    dy = cast(Format, recipe.dy)
     return (x.scale == "float32") == (dy.scale == "float32")

@@ -34,7 +34,7 @@ from moax.kernels.xla.operands import (
     quantize_shard,
 )
 from moax.mesh.collectives import vary_like
-from moax.recipe import FULL, Recipe, Recipes, Use
+from moax.recipe import FULL, Recipe, Use
 from moax.types import QArray
 
 __all__ = [
@@ -277,13 +277,13 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
     groups: Groups, *, weights: Float[Array, " N"],
 ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
     """Returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups)
-    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups), inner
+    _, a = quantize_for_matmul(a, recipe, "x", groups)
+    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
 
 
 def plan_matmuls(
