@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from moax.params import trainable_mask as trainable_mask
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
-    from moax.types import QArray as QArray
     from moax.types import QuantizedParams as QuantizedParams
     from moax.types import Routing as Routing
 
@@ -51,7 +50,7 @@ _NAMES = {
     "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs", "trainable_mask"),
     "moax.recipe": ("Format", "Recipe"),
-    "moax.types": ("QArray", "QuantizedParams", "Routing"),
+    "moax.types": ("QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("estimate", "hf", "inspect", "linen", "lora", "nnx", "ops")

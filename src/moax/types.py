@@ -142,23 +142,13 @@ class QArray:
       scale: f32, or u8 exponents whose value is 2**(scale - 127). It has as many dims as x, and ceil(n / block[i])
         entries along dim i of n elements: a dim of 300 in blocks of 128 has 3 scales.
       dtype: "e4m3" or "e5m2".
-      block: the block length of each dim; None means that one block holds the whole dim.
+      block: the block length of each dim.
     """
 
     data: UInt8[Array, "..."]
     scale: Float[Array, "..."] | UInt8[Array, "..."]
     dtype: str
-    block: tuple[int | None, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of x."""
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims of x."""
-        return self.data.ndim
+    block: tuple[int, ...]
 
 
 class QShard[Leaf](NamedTuple):

@@ -1,4 +1,4 @@
-"""The quantization kernels: in interpret mode against `moax.ops.quantize`.
+"""The quantization kernels: in interpret mode against XLA's.
 
 Covers: rows, columns and weights x formats x widths x source dtypes; the wire, also on a GPU.
 """

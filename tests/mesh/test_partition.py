@@ -528,7 +528,7 @@ def test_a_block_that_shards_share_has_one_scale():
 
     def fn(w):
         gather = (), ("ep",), ()
-        shard = quantize_shard(w, recipe, "fprop", gather, ())
+        shard = quantize_shard(w, recipe, "fprop", gather)
         whole = gather_qshard(shard, gather, ((), (), ()), scales_first=False)
         q = make_weight_operand(whole, recipe, "fprop")
         return q.data, q.scale

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, MoEConfig, MoEParams, ops
+from moax.kernels.xla import quantize
 from moax.mesh.axes import ResolvedAxes, as_names
 from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sharded, mesh_in_force, named, pad
 from moax.ops.weights import WeightSpec, find_layout, replicas
@@ -227,7 +228,7 @@ def test_large_weights_keep_their_dims():
         format = RECIPES["mxfp8"].w
         q = jax.eval_shape(
             functools.partial(
-                ops.quantize,
+                quantize,
                 format=format,
                 block=format.weight_block(3, use),
             ),

@@ -99,8 +99,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def quantize(self, x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
-        """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
+    def quantize(self, x: Array, format: Format, block: Block) -> QArray:
+        """Returns the values and scales of x in blocks of any lengths."""
         ...
 
     def dequantize_wire(

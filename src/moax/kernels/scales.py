@@ -23,7 +23,7 @@ from moax.mesh.axes import Names
 from moax.recipe import Format, Use
 from moax.types import QArray
 
-Block = tuple[int | None, ...]
+Block = tuple[int, ...]  # the block length of each dim
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -32,11 +32,10 @@ def block_max(x: Array, block: Block) -> Float[Array, "..."]:
     """Returns the maximum of |x| over the finite elements of each block, in float32; 0 where there are none."""
     x = x.astype(jnp.float32)
     x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
-    lengths = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
-    padding = [(0, -n % b) for n, b in zip(x.shape, lengths, strict=True)]
+    padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
     if any(after for _, after in padding):
         x = jnp.pad(x, padding)
-    split = [size for n, b in zip(x.shape, lengths, strict=True) for size in (n // b, b)]
+    split = [size for n, b in zip(x.shape, block, strict=True) for size in (n // b, b)]
     return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))
 
 
@@ -86,9 +85,9 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
         if b == 1 or scale.shape[dim] == 1:
             continue
-        scale = jnp.repeat(scale, n if b is None else b, axis=dim)
+        scale = jnp.repeat(scale, b, axis=dim)
         # In this form JAX sees that whole blocks have no less than a symbolic n.
-        whole = n if b is None else -(-n // b) * b
+        whole = -(-n // b) * b
         scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
         scale = lax.slice_in_dim(scale, 0, n, axis=dim)
     return scale

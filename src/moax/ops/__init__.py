@@ -11,7 +11,5 @@ from moax.ops.matmul import grouped_wgrad as grouped_wgrad
 from moax.ops.permutation import permute as permute
 from moax.ops.permutation import sort_chunks as sort_chunks
 from moax.ops.permutation import unpermute as unpermute
-from moax.ops.quantization import dequantize as dequantize
-from moax.ops.quantization import quantize as quantize
 from moax.ops.router import route as route
 from moax.ops.router import router_logits as router_logits

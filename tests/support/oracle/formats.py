@@ -22,7 +22,7 @@ def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
     """Returns the largest |x| of each block; the last block of a dim may be short. (4, 5) in blocks of (1, 2) gives
     (4, 3)."""
     for dim, b in enumerate(block):
-        starts = np.arange(0, x.shape[dim], max(x.shape[dim], 1) if b is None else b)
+        starts = np.arange(0, x.shape[dim], b)
         x = np.maximum.reduceat(np.abs(x), starts, axis=dim)
     return x
 
@@ -30,7 +30,7 @@ def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
 def expand(scales: np.ndarray, shape: tuple, block: tuple) -> np.ndarray:
     """Returns the scale of each element of an array of that shape: the inverse of `by_blocks`."""
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
-        scales = np.repeat(scales, n if b is None else b, axis=dim).take(np.arange(n), axis=dim)
+        scales = np.repeat(scales, b, axis=dim).take(np.arange(n), axis=dim)
     return scales
 
 

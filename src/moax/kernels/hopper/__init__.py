@@ -46,6 +46,7 @@ from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projecti
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.scales import (
     DTYPES,
+    Block,
     dequantize,
     flatten_columns,
     shards_cut_blocks,
@@ -150,14 +151,12 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
     return permute.gather_rows(x, gather_idx, blocks)[:rows]
 
 
-def quantize(
-    x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = (),
-) -> QArray:  # fmt: skip
+def quantize(x: Array, format: Format, block: Block) -> QArray:
     """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
     *dims, width = x.shape
     by_columns = block == format.row_block(x.ndim, "fprop")
     if not by_columns or not _supports_wire(format, math.prod(dims), width):
-        return xla.quantize(x, format, block, amax_over)
+        return xla.quantize(x, format, block)
     flat = x.reshape(-1, width)
     rows, _ = quantize_rows(flat, None, format=format, columns=False, by_row=True)
     q = cast(KMajorFp8, rows)

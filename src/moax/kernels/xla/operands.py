@@ -36,10 +36,10 @@ def gather_rows(
     return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
-def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
+def quantize(x: Array, format: Format, block: Block) -> QArray:
     """Returns the values and scales of x in blocks of any lengths."""
     x = x.astype(jnp.float32)
-    scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
+    scale = to_scale(block_max(x, block), format)
     inverse = expand_scales(1.0 / scale, x.shape, block)
     return QArray(*encode(x, scale, inverse, format), format.dtype, block)
 

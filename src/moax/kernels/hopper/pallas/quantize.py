@@ -6,7 +6,7 @@
 FP8 matmuls take K-major operands alone, so these kernels also transpose an operand whose rows a matmul contracts. A
 kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
 1 x 128 blocks, and transposed for 128 x 1 blocks. With `gather_idx` a kernel gathers the rows as it loads them. As in
-`moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
+`moax.kernels.scales`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
 scale 1.
 """
 
