@@ -139,8 +139,7 @@ class ModelConfig:
 class TrainConfig:
     """The settings of a run. `config.json` holds them, and `--resume` reads them.
 
-    The recipe and `grad_reduce_dtype` also hold for the dense layers: the projections into attention take the recipe of
-    wi, and the one out of it that of wo.
+    The recipe and `grad_reduce_dtype` also hold for the dense layers into attention and out of it.
     """
 
     model: ModelConfig
@@ -189,8 +188,7 @@ class TrainConfig:
     )
     seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
     recipe: str | None = setting(
-        "how products are quantized: none, fp8_block, mxfp8, fp8_tensor, or one for each "
-        "projection, as wi=fp8_block,wo=none",
+        "how products are quantized: none, fp8_block or mxfp8",
         None,
         metavar="NAME",
     )

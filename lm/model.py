@@ -19,7 +19,6 @@ import moax
 from lm.config import VOCAB, ModelConfig, TrainConfig
 from moax import Axes, MoEParams, MoEStats, QuantizedParams, ops
 from moax.params import dense_spec, token_spec
-from moax.recipe import get_recipes
 
 AXES = Axes()
 
@@ -182,8 +181,7 @@ def forward(
         grad_reduce_dtype=options.grad_reduce_dtype,
     )
     dense = partial(ops.dense, axes=AXES, **settings)
-    recipes = get_recipes(options.recipe)
-    project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
+    project = partial(dense, recipe=options.recipe)
 
     def layer(x, stacked):
         p, bias, quantized_experts = stacked
@@ -250,15 +248,15 @@ def _attention(
     project,
     implementation: Literal["cudnn", "xla"],
 ):
-    """Computes causal attention with rotary positions, [B, S, H] -> [B, S, H]; `project` has its two dense layers."""
+    """Computes causal attention with rotary positions, [B, S, H] -> [B, S, H]; `project` is its dense layer."""
     batch, seq, _ = x.shape
     num_heads, kv_heads, dim = heads
-    qkv = project[0](x, p.wqkv).reshape(batch, seq, num_heads + 2 * kv_heads, dim)
+    qkv = project(x, p.wqkv).reshape(batch, seq, num_heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (num_heads, num_heads + kv_heads), axis=2)
     q = _rotate(q, rotation)
     k = _rotate(k, rotation)
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    return project[1](y.reshape(batch, seq, num_heads * dim), p.wo)
+    return project(y.reshape(batch, seq, num_heads * dim), p.wo)
 
 
 def pick_attention(config: TrainConfig) -> Literal["cudnn", "xla"]:

@@ -44,7 +44,7 @@ CASES = (
     ("fsdp", "auto", "fp8_block", 1.25, False, "Auto"),
     ("fsdp", "auto", None, 1.25, False, "Explicit"),
     ("ep", "all_to_all", "mxfp8", 0.5, True, "Auto"),
-    ("ep", "all_gather", "fp8_tensor", 1.25, False, "Auto"),
+    ("ep", "all_gather", "fp8_block", 1.25, False, "Auto"),
 )
 
 

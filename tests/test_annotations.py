@@ -118,7 +118,6 @@ def results() -> dict[str, Any]:
         "all_gather": ops.dispatch(X, routing.experts, routing.weights, 4),
         "all_to_all": ops.dispatch(X, routing.experts, routing.weights, 4, exchange="all_to_all"),
         "permute": ops.permute(X, routing.experts, 4)[1],
-        "quantize": ops.quantize(X),
         "moe": moax.moe(X, params, CONFIG)[1],
         "reference.moe": reference.moe(X, params, CONFIG)[1],
     }

@@ -61,7 +61,6 @@ UPDATE = dict(bias=np.zeros(4, np.float32), tokens_per_expert=SIZES)
 EMPTY = np.zeros((0, 16), np.float32)
 INTS = np.ones((6, 16), np.int32)
 HALVES = np.ones((6, 8), np.int8)
-Q = moax.QArray(np.zeros((6, 8), np.uint8), np.ones((6, 1), np.float32), "e4m3", (1, 8))
 
 WRONG = [
     *_with(_moe, "x", (*NOT_ARRAYS, INTS, np.ones(16, np.float32), np.ones((6, 15), np.float32))),
@@ -104,14 +103,6 @@ WRONG = [
     *_with(ops.dispatch, "num_experts", NOT_COUNTS, **{k: v for k, v in DISPATCH.items() if k != "num_experts"}),
     *_with(ops.dispatch, "capacity_factor", (0, -1.0, "1", True, float("nan")), **DISPATCH),
     *_with(ops.combine, "received", (None, {}, X), rows=X),
-    *_with(ops.quantize, "x", (*NOT_ARRAYS, INTS)),
-    *_with(ops.quantize, "format", ("e4m3", None, {}, moax.recipe.RECIPES["mxfp8"]), x=X),
-    *_with(ops.quantize, "block", (8, (8,), (8, 0), (8, 8.0), (True, 8), "88"), x=X),
-    *_with(ops.quantize, "x_spec", ("ep", ("ep",)), x=X),
-    *_with(ops.quantize, "group_sizes", ([2, 2], SIZES > 1, X), x=X),
-    *_with(ops.quantize, "align", (0, 2.0, 3), x=X, group_sizes=SIZES, block=(2, 1)),
-    *_with(ops.dequantize, "q", (None, X, {})),
-    *_with(ops.dequantize, "dtype", (jnp.int32, "float99", jnp.float64, None), q=Q),
     *_with(ops.dense, "x", (*NOT_ARRAYS, INTS), w=DENSE["w"]),
     *_with(ops.dense, "w", (*NOT_ARRAYS, np.ones((15, 4), np.float32)), x=X),
     *_with(ops.dense, "bias", ([0.0], np.ones(5, np.float32)), **DENSE),
@@ -277,7 +268,6 @@ OPS_WITHOUT_TOKENS = {
     "grouped_matmul": lambda x, sizes: ops.grouped_matmul(x, jnp.ones((4, 16, 2, 8)), jnp.zeros(sizes, jnp.int32)),
     "dense": lambda x, sizes: ops.dense(x[None], jnp.ones((16, 8)), recipe="fp8_block"),
     "permute": lambda x, sizes: ops.permute(x, jnp.zeros((0, 2), jnp.int32), 4, align=8)[0],
-    "quantize": lambda x, sizes: ops.dequantize(ops.quantize(x, moax.Format(block=None, scale="e8m0"))),
     "all_gather": lambda x, sizes: ops.dispatch(x, jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2)), 4).rows,
 }
 
@@ -457,10 +447,6 @@ def test_misspelt_keywords():
         (lambda: moax.Format(blocks=32), r"Format\(\) .*'blocks'; did you mean 'block'\?"),
         (lambda: moax.Recipe(None, None, dw=None), r"Recipe\(\) .*'dw'; did you mean '(w|dy)'\?"),
         (
-            lambda: moax.Recipes(wy="mxfp8"),
-            r"Recipes\(\) .*'wy'; the fields of moax.Recipes are wi, wo",
-        ),
-        (
             lambda: moax.LogicalAxes(T="embed"),
             r"LogicalAxes\(\) .*'T'; the fields of moax.LogicalAxes are E, H, F",
         ),
@@ -477,7 +463,7 @@ def test_float64_is_refused():
     with jax.enable_x64(True):
         x = jnp.ones((6, 16), jnp.float64)
         for call in (lambda: moax.moe(x, PARAMS, CONFIG), lambda: moax.route(x, RouterConfig(), 2),
-                     lambda: ops.quantize(x), lambda: ops.dense(jnp.asarray(X), x.T),
+                     lambda: ops.dense(jnp.asarray(X), x.T),
                      lambda: _params(wo=jnp.ones((4, 8, 16), jnp.float64))):  # fmt: skip
             with pytest.raises(
                 ValueError,

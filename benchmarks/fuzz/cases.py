@@ -12,7 +12,7 @@ import moax
 from moax.activations import GATED, UNGATED
 from moax.params import param_shapes
 
-RECIPES = (None, "fp8_block", "mxfp8", "fp8_tensor")
+RECIPES = (None, "fp8_block", "mxfp8")
 WIDE = (640, 768, 1024, 1408, 1536, 2048, 2880, 4096)
 BUFFER_FACTORS = (0.1, 0.5, 1.0, 1.25, 2.0, None)
 ELEMENTS = 1 << 27  # of the largest array that the reference holds, and of a weight

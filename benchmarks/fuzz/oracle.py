@@ -20,7 +20,6 @@ BOUNDS = {
     None: (0.02, 0.05),
     "fp8_block": (0.15, 0.6),
     "mxfp8": (0.15, 0.6),
-    "fp8_tensor": (0.3, 0.8),
 }
 # The kernels may round other sums than XLA does.
 WORSE = 1.5

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from moax.params import trainable_mask as trainable_mask
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
-    from moax.recipe import Recipes as Recipes
-    from moax.types import QArray as QArray
     from moax.types import QuantizedParams as QuantizedParams
     from moax.types import Routing as Routing
 
@@ -51,8 +49,8 @@ _NAMES = {
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs", "trainable_mask"),
-    "moax.recipe": ("Format", "Recipe", "Recipes"),
-    "moax.types": ("QArray", "QuantizedParams", "Routing"),
+    "moax.recipe": ("Format", "Recipe"),
+    "moax.types": ("QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("estimate", "hf", "inspect", "linen", "lora", "nnx", "ops")

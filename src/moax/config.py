@@ -18,7 +18,7 @@ from moax.checks import check_fields, check_keywords, check_value, suggest_field
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
-from moax.recipe import Recipe, Recipes, get_recipes
+from moax.recipe import Recipe, get_recipe
 from moax.types import Routing, exportable
 
 
@@ -182,8 +182,7 @@ class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
 
     Attributes:
-      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
-        of these for wi and one for wo.
+      recipe: `fp8_block`, `mxfp8`, a `Recipe`, or None to quantize nothing.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, or `auto`: the one of them that costs less in a
         balanced step on the mesh at hand. With a capacity factor `auto` is all_gather, which drops nothing on the way.
@@ -197,8 +196,8 @@ class Options:
       buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
         step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
         `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
-        the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
-        bounds the rows that the exchange moves already, in one round.
+        the worst case, and None allocates it. `capacity_factor` bounds the rows that the exchange moves
+        already, in one round.
       save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
         them again, which takes less memory. None keeps them but where ep has size 1 and one kernel gathers and
         quantizes them: there backward needs little time for them. Where matmuls gather rows of x themselves, and no
@@ -211,7 +210,7 @@ class Options:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
-    recipe: str | Recipe | Recipes | None = None
+    recipe: str | Recipe | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"
@@ -221,7 +220,7 @@ class Options:
     grad_reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        get_recipes(self.recipe)
+        get_recipe(self.recipe)
         check_fields(self, "", positive=("buffer_factor",))
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
 
@@ -237,7 +236,7 @@ def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> 
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options` as keywords of a function."""
 
-    recipe: str | Recipe | Recipes | None
+    recipe: str | Recipe | None
     axes: Axes
     exchange: str
     kernels: str

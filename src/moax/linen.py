@@ -26,7 +26,7 @@ from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
 from moax.params import DIMS, Initializer
-from moax.recipe import Recipe, Recipes
+from moax.recipe import Recipe
 
 STATE = "moax_state"
 COLLECTIONS = {name: STATE if name == "router_bias" else "params" for name in DIMS}
@@ -75,7 +75,7 @@ class MoEBlock(MoELayer, nn.Module):
     """
 
     config: MoEConfig
-    recipe: str | Recipe | Recipes | None = None
+    recipe: str | Recipe | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"

@@ -18,56 +18,40 @@ class Format:
 
     Attributes:
       dtype: `e4m3`, whose maximum is 448, or `e5m2`, whose maximum is 57344.
-      block: the length of a block along the contracted dim, in elements. None makes the whole tensor one block; of a
-        weight, the matrix of each expert.
+      block: the length of a block along the contracted dim, in elements.
       tile: the length of a block of a weight along the dim that is not contracted, in elements. With block 128, a tile
         of 128 gives square blocks, which have the same scales for fprop and dgrad.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
-      by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
-        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Without groups, as in
-        `moax.ops.quantize`, the flag changes nothing.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
-    block: int | None = 128
+    block: int = 128
     tile: int = 1
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
-    by_group: bool = False
 
     def __post_init__(self):
         check_fields(self, "Format: ")
-        if self.by_group and self.block is not None:
-            raise ValueError("Format: by_group=True must be False, or True with block=None")
 
-    @property
-    def shared(self) -> bool:
-        """Whether one scale holds for the rows of all experts on all devices."""
-        return self.block is None and not self.by_group
-
-    def row_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+    def row_block(self, ndim: int, use: Use) -> tuple[int, ...]:
         """Returns the block lengths of rows [M, ..., C] in a matmul.
 
         `fprop` and `dgrad` sum over columns, and `wgrad` over rows: blocks of 128 of rows [M, C] are (1, 128) for
         `fprop` and `dgrad`, and (128, 1) for `wgrad`.
         """
-        if self.block is None:
-            return (None,) * ndim
         ones = (1,) * (ndim - 1)
         if use == "wgrad":
             return (self.block, *ones)
         return (*ones, self.block)
 
-    def weight_block(self, ndim: int, use: Use) -> tuple[int | None, ...]:
+    def weight_block(self, ndim: int, use: Use) -> tuple[int, ...]:
         """Returns the block lengths of weights [E, K, ..., N] in a matmul: `fprop` sums over K, `dgrad` over (..., N).
 
         With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for `fprop`.
         """
-        if self.block is None:
-            return (1,) + (None,) * (ndim - 1)
         ones = (1,) * (ndim - 3)
         if use == "fprop":
             return (1, self.block, *ones, self.tile)
@@ -98,39 +82,14 @@ class Recipe:
     @functools.cached_property
     def row_alignment(self) -> int:
         """The multiple at which each expert begins, so that no block of rows holds rows of two experts."""
-        formats = [format for format in (self.x, self.dy) if format is not None]
-        return max((format.block for format in formats if format.block is not None), default=1)
+        return max((format.block for format in (self.x, self.dy) if format is not None), default=1)
 
 
 FULL = Recipe(None, None, None)
 RECIPES: dict[str, Recipe] = {
     "fp8_block": Recipe(Format(block=128), Format(block=128, tile=128), Format(block=128)),
     "mxfp8": Recipe(*[Format(block=32, scale="e8m0")] * 3),
-    "fp8_tensor": Recipe(Format(block=None), Format(block=None), Format(dtype="e5m2", block=None)),
 }
-
-
-@suggest_fields
-@dataclasses.dataclass(frozen=True)
-class Recipes:
-    """A recipe for each projection of a block.
-
-    Attributes:
-      wi: the recipe of the matmul with wi: of x, wi and the gradient of the input of the activation.
-      wo: the recipe of the matmul with wo: of the activations, wo and the gradient of y.
-
-    Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
-
-    Raises:
-      ValueError: a name has no recipe.
-    """
-
-    wi: Recipe
-    wo: Recipe
-
-    def __init__(self, wi: str | Recipe | None = None, wo: str | Recipe | None = None):
-        object.__setattr__(self, "wi", get_recipe(wi))
-        object.__setattr__(self, "wo", get_recipe(wo))
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:
@@ -146,40 +105,9 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     return RECIPES[recipe]
 
 
-def describe_recipes(recipes: Recipes) -> str:
-    """Returns the short name that `get_recipes` takes: 'fp8_block', 'wi=fp8_block,wo=none', or None.
-
-    A recipe of the caller's own has no name, and is "(a Recipe)".
-    """
-    names = {recipe: name for name, recipe in RECIPES.items()} | {FULL: "none"}
-    wi = names.get(recipes.wi, "(a Recipe)")
-    wo = names.get(recipes.wo, "(a Recipe)")
-    if recipes.wi != recipes.wo:
-        return repr(f"wi={wi},wo={wo}")
-    if recipes.wi == FULL:
+def describe_recipe(recipe: Recipe) -> str:
+    """Returns the name of a recipe in quotes, or None; a recipe of the caller's own is "(a Recipe)"."""
+    if recipe == FULL:
         return "None"
-    if recipes.wi not in names:
-        return wi
-    return repr(wi)
-
-
-def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
-    """Returns the recipes of wi and wo. A `Recipes` is returned as it is; one recipe, or its name, holds for both.
-
-    A text such as "wi=fp8_block,wo=none", of a command line, names both; the projection that it leaves out is not
-    quantized.
-
-    Raises:
-      ValueError: a name has no recipe, or no projection has the name.
-    """
-    if isinstance(recipe, Recipes):
-        return recipe
-    if not isinstance(recipe, str) or "=" not in recipe:
-        return Recipes(recipe, recipe)
-    name_of_projection: dict[str, str | None] = {}
-    for part in recipe.split(","):
-        projection, _, name = (piece.strip() for piece in part.partition("="))
-        if projection not in ("wi", "wo") or projection in name_of_projection:
-            raise ValueError(f"recipe={recipe!r} must name wi and wo once each, as in 'wi=fp8_block,wo=none'")
-        name_of_projection[projection] = None if name == "none" else name
-    return Recipes(**name_of_projection)
+    names = {own: name for name, own in RECIPES.items()}
+    return repr(names[recipe]) if recipe in names else "(a Recipe)"

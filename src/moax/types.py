@@ -10,7 +10,7 @@ import jax
 import jax.export
 from jaxtyping import Array, Float, Int, UInt8
 
-from moax.recipe import Recipes
+from moax.recipe import Recipe
 
 # What a step does once for the weights of its microbatches: it quantizes them, or it also gathers them over fsdp.
 Kept = Literal["kept", "gathered"]
@@ -120,23 +120,13 @@ class QArray:
       scale: f32, or u8 exponents whose value is 2**(scale - 127). It has as many dims as x, and ceil(n / block[i])
         entries along dim i of n elements: a dim of 300 in blocks of 128 has 3 scales.
       dtype: "e4m3" or "e5m2".
-      block: the block length of each dim; None means that one block holds the whole dim.
+      block: the block length of each dim.
     """
 
     data: UInt8[Array, "..."]
     scale: Float[Array, "..."] | UInt8[Array, "..."]
     dtype: str
-    block: tuple[int | None, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of x."""
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims of x."""
-        return self.data.ndim
+    block: tuple[int, ...]
 
 
 class QShard[Leaf](NamedTuple):
@@ -158,9 +148,9 @@ class QuantizedParams[Leaf]:
     `Leaf` is an array, or the PartitionSpec of one.
 
     Attributes:
-      wi, wo: each weight twice: for fprop, and for dgrad. A weight that its recipe does not quantize is one array in
+      wi, wo: each weight twice: for fprop, and for dgrad. A weight that the recipe does not quantize is one array in
         the dtype of matmuls.
-      recipe: the recipes that quantized them.
+      recipe: the recipe that quantized them.
       kernels: the name of the implementation whose form they have.
       gathered: whether each device holds what it multiplies by, split by ep and tp alone; otherwise they are shards.
       tp: the number of devices over which tp splits F. The blocks of each of these parts are counted from its corner,
@@ -169,7 +159,7 @@ class QuantizedParams[Leaf]:
 
     wi: tuple[QShard[Leaf] | Leaf, ...]
     wo: tuple[QShard[Leaf] | Leaf, ...]
-    recipe: Recipes
+    recipe: Recipe
     kernels: str
     gathered: bool = False
     tp: int = 1

@@ -19,7 +19,7 @@ import moax
 from moax import inspect
 from moax.checks import log_once
 from moax.kernels.scales import dequantize as dequantize_local
-from moax.kernels.xla import quantize as quantize_local
+from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import RECIPES
 from support import TOKENS, gather_counts, make_mesh, some, spec
 from support.gpus import pretend

@@ -39,7 +39,7 @@ def empty_arrays(jaxpr) -> Iterator[str]:
 BLOCKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(), dict(recipe="fp8_block")),
     (dict(use_bias=True), dict(exchange="all_to_all")),
-    (dict(capacity_factor=1.0), dict(recipe="fp8_tensor", buffer_factor=None)),
+    (dict(capacity_factor=1.0), dict(recipe="fp8_block", buffer_factor=None)),
     (dict(shared_d_ff=32), dict(recipe="mxfp8", exchange="all_to_all", save_rows=False)),
     (dict(d_latent=32), dict(recipe="fp8_block")),
 ]

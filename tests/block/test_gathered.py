@@ -18,7 +18,7 @@ import moax
 from moax import Axes, inspect
 from moax.mesh.specs import find_mesh_view
 from moax.ops.weights import USES, GatherSpec, WeightSpec, gather_quantized, gather_weight, quantize_weight
-from moax.recipe import get_recipes
+from moax.recipe import get_recipe
 from support import TOKENS, make_mesh, make_params, put, random, some, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
@@ -29,12 +29,12 @@ MICROBATCHES = 3
 # The mesh, the way, the recipe, the layout of the weights, and the factor of the buffers.
 CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts", 0.1),
-    ("tp2x2x2", "explicit", "wi=fp8_block", "model", 1.25),
+    ("tp2x2x2", "explicit", "fp8_block", "model", 1.25),
     ("dp2x2x2", "custom_partitioning", None, "model", 1.25),
-    ("tp2x2x2", "custom_partitioning", "fp8_tensor", "experts", 1.25),
+    ("tp2x2x2", "custom_partitioning", "mxfp8", "experts", 1.25),
     ("8x1", "custom_partitioning", "mxfp8", "model", 1.25),
     ("8x1", "explicit", "fp8_block", "experts", 1.25),
-    ("8x1", "shard_map", "wo=mxfp8", "model", 0.1),
+    ("8x1", "shard_map", "mxfp8", "model", 0.1),
     ("tp2x2x2", "custom_partitioning", "fp8_block", "model", 0.1),
     ("2x4", "explicit", None, "experts", 1.25),
     ("none", "none", "fp8_block", "auto", 1.25),
@@ -42,7 +42,7 @@ CASES = [
 
 
 # The recipe, the layout of the weight, and its K: kernels need no GPU to quantize shards of these.
-HOPPER = [("fp8_block", "model", 320), ("fp8_tensor", "experts", 100), ("mxfp8", "experts", 100)]
+HOPPER = [("fp8_block", "model", 320), ("fp8_block", "experts", 100), ("mxfp8", "experts", 100)]
 
 
 def run(x, params, quantized=None, **options):
@@ -209,7 +209,7 @@ def test_operands_of_hopper(recipe, fsdp_dim, rows):
     model = () if fsdp_dim == "experts" else axes.fsdp
     declared = P(experts, model, None, axes.tp)
     split = (axes.ep, (), (), axes.tp)
-    weight = WeightSpec("w", declared, axes, get_recipes(recipe).wi, "hopper", np.dtype(jnp.bfloat16), split)
+    weight = WeightSpec("w", declared, axes, get_recipe(recipe), "hopper", np.dtype(jnp.bfloat16), split)
     w = jax.device_put(random(3, 8, rows, 2, 40), NamedSharding(mesh, declared))
 
     @jax.jit

@@ -19,7 +19,6 @@ import moax
 from lm import command
 from moax import Axes, estimate, inspect, ops
 from moax.mesh.collectives import scatter_gradient
-from moax.recipe import get_recipes
 from support import make_mesh, make_params, put, random, some, spec
 from support.block import cotangent
 from support.meshes import TOKENS
@@ -261,14 +260,14 @@ def test_a_trainer_asks_for_it():
             "--grad-reduce-dtype",
             "bfloat16",
             "--recipe",
-            "wo=none,wi=fp8_block",
+            "fp8_block",
         ]
     )
     config = command.train_config(arguments)
     config = type(config).from_json(config.to_json())
     options = config.options
     assert options.grad_reduce_dtype == "bfloat16"
-    assert get_recipes(options.recipe) == moax.Recipes(wi="fp8_block")
+    assert options.recipe == "fp8_block"
     with pytest.raises(ValueError, match="grad_reduce_dtype='fp32' must be one of"):
         dataclasses.replace(config, grad_reduce_dtype="fp32")
 

@@ -23,8 +23,8 @@ X = random(1, 64, 256)
 CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts"),
     ("2x4", "explicit", "mxfp8", "experts"),
-    ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
-    ("8x1", "shard_map", "wi=fp8_block", "model"),
+    ("tp2x2x2", "custom_partitioning", "mxfp8", "model"),
+    ("8x1", "shard_map", "fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
     ("tp2x2x2", "custom_partitioning", None, "model"),
 ]
@@ -55,8 +55,7 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
             x = put(make_mesh(mesh, way), moax.params.token_spec(axes), x)
         quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
         for name in ("wi", "wo"):
-            plain = recipe is None or "=" in recipe and name not in recipe
-            expected = jnp.float32 if plain else jnp.uint8
+            expected = jnp.float32 if recipe is None else jnp.uint8
             assert jax.tree.leaves(getattr(quantized, name))[0].dtype == expected
         want = jax.jit(functools.partial(run, **options))(x, params)
         got = jax.jit(functools.partial(run, **options))(x, params, quantized)
@@ -150,11 +149,7 @@ def test_without_wi_and_wo_in_a_shard_map():
 @pytest.mark.parametrize(
     ("recipe", "absent", "message"),
     [
-        (
-            "wi=fp8_block,wo=none",
-            ("wi",),
-            "either both are None, and have no gradient, or neither is",
-        ),
+        (None, ("wi",), "either both are None, and have no gradient, or neither is"),
         ("fp8_block", ("wo",), "either both are None, and have no gradient, or neither is"),
     ],
 )
@@ -170,7 +165,7 @@ WRONG = {
     "another dtype": (dict(dtype=jnp.bfloat16), dict(), "quantized.wi has dtype bfloat16, and x has float32"),
     "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"),
                        "^quantized has recipe='fp8_block', and this call has 'mxfp8'; pass"),
-    "no recipe": (dict(), dict(recipe="wo=mxfp8"), "^quantized has recipe=None, and this call has 'wi=none,wo=mxfp8'"),
+    "no recipe": (dict(), dict(recipe="mxfp8"), "^quantized has recipe=None, and this call has 'mxfp8'"),
     "recipes without names": (dict(recipe=moax.Recipe(None, None, moax.Format())),
                               dict(recipe=moax.Recipe(None, moax.Format(), None)),
                               r"^quantized has recipe=\(a Recipe\), and this call has another \(a Recipe\)"),

@@ -185,7 +185,7 @@ def test_keywords_of_a_call(library):
     """Breaks if a layer has no way to say which tokens are padding, to replay a routing, to use adapters or weights
     that were quantized before, or if the weights that it quantizes are not those of its call."""
     config = dataclasses.replace(BASE, shared_d_ff=0)
-    settings = dict(recipe="wi=fp8_block")
+    settings = dict(recipe="fp8_block")
     layer = LAYERS[library](config, dtype=jnp.float32, **settings)
     x = make_x(config)
     real = np.random.default_rng(0).random(x.shape[:-1]) < 0.6

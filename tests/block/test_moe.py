@@ -69,10 +69,10 @@ COVER = Table(
         ("tp2x2x2", "explicit", "all_gather", "experts", None, "plain", 1.25),
         ("8x1", "custom_partitioning", "all_to_all", "model", None, "latent", SMALL),
         ("1x8", "user", "all_gather", "experts", "mxfp8", "latent", 1.25),
-        ("4x2", "shard_map", "all_gather", "experts", "fp8_tensor", "plain", 1.25),
+        ("4x2", "shard_map", "all_gather", "experts", "mxfp8", "plain", 1.25),
         ("2x4", "user_vma", "all_to_all", "model", None, "plain", SMALL),
-        ("dp2x2x2", "user", "all_to_all", "model", "fp8_tensor", "full", 1.25),
-        ("8x1", "user_vma", "all_to_all", "experts", "fp8_tensor", "full", 1.25),
+        ("dp2x2x2", "user", "all_to_all", "model", "fp8_block", "full", 1.25),
+        ("8x1", "user_vma", "all_to_all", "experts", "mxfp8", "full", 1.25),
         ("1x8", "explicit", "all_to_all", "model", "fp8_block", "full", 1.25),
     ],
     # Blocks along rows are those of a pass: in several passes the gradients of weights are other numbers. Where types

@@ -36,7 +36,6 @@ HOW = [
     ("auto", "fp8_block", 1.25),
     ("auto", "fp8_block", 0.5),
     ("auto", "mxfp8", 1.25),
-    ("auto", "fp8_tensor", 1.25),
     ("xla", "fp8_block", 0.5),
 ]
 ON_ONE = [("1x1", "all_gather")]

@@ -18,9 +18,9 @@ from moax.kernels.groups import scale_rows, zero_rows
 from moax.kernels.hopper.formats import find_groups, make_blocks
 from moax.kernels.hopper.pallas import activation as kernels
 from moax.kernels.scales import DTYPES
-from moax.kernels.xla import quantize as quantize_local
+from moax.kernels.xla.operands import quantize as quantize_local
 from moax.ops.activation import activate, activation_of
-from moax.recipe import FULL, Format, Recipes
+from moax.recipe import FULL, Format
 from support import interpret, lower, some
 from support.activations import ACTS, grouped
 from support.activations import GATED as TAKES_GATE
@@ -213,15 +213,14 @@ def test_fall_back_to_xla(caplog):
     weights = jnp.asarray(real, jnp.float32) / 2
     log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        a = hopper.activate(h, act, FULL, groups, amax_over=())
+        a = hopper.activate(h, act, FULL, groups)
         back, d_h, _, inner = hopper.activate_grad_quantize(
             h,
             d_a,
             act,
-            Recipes(),
+            FULL,
             groups,
             weights=weights,
-            amax_over=(),
         )
     wide, d_wide = (zero_rows(v, groups.real).astype(jnp.float32) for v in (h[:, 0], d_a))
     want, pull = jax.vjp(jax.nn.mish, wide)

@@ -121,7 +121,6 @@ def test_bits_are_those_of_two_kernels(name, widths):
             act,
             get_recipe(None),
             groups,
-            amax_over=(),
         )
         two = jax.vmap(fused)(jnp.stack([x, -x]), jnp.stack([w, -w]))
         results = (h, a), fused(x, w, gathers=False), fused(x, w), jax.tree.map(lambda v: v[0], two)

@@ -1,4 +1,4 @@
-"""The quantization kernels: in interpret mode against `moax.ops.quantize`.
+"""The quantization kernels: in interpret mode against XLA's.
 
 Covers: rows, columns and weights x formats x widths x source dtypes.
 """
@@ -15,7 +15,7 @@ from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.scales import DTYPES
-from moax.kernels.xla import quantize as quantize_local
+from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import Format
 from support import interpret, some
 
@@ -88,41 +88,6 @@ def test_rows_and_columns(source, width, format):
     assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
 
 
-def test_one_scale_for_the_tensor():
-    """A given scale that is not used, or divides twice."""
-    x = jnp.asarray(values(0, 128, 96), jnp.bfloat16)
-    scale = np.array([2.0**20], np.float32)
-    by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
-    want = (
-        jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan)
-        .astype(F8)
-        .astype(
-            np.float32,
-        )
-    )
-    np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
-    np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
-    assert (by_row.scale == scale).all()
-    assert by_row.scale.shape == (1, 128)
-    assert by_column.scale.shape == (1, 128)
-
-
-def test_one_scale_for_each_group():
-    """Breaks if a block of rows is scaled, forward or in wgrad, by the scale of another expert's rows."""
-    sizes = jnp.array([70, 0, 128], jnp.int32)
-    scale = np.array([2.0**20, 2.0, 1.0], np.float32)
-    x = jnp.asarray(values(0, 384, 96), jnp.bfloat16)
-    settings = lambda x, sizes, s: quantize_rows(x, make_blocks(sizes, 384), scale=s)  # noqa: E731
-    by_row, by_column = interpret(settings, x, sizes, scale)
-    of_rows = np.repeat(scale, 128)
-    real = np.arange(256) % 128 < np.repeat([70, 128], 128)
-    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(F8)
-    want = np.where(real[:, None], want.astype(np.float32), 0.0)
-    np.testing.assert_array_equal(by_row.data[:256].astype(np.float32), want)
-    np.testing.assert_array_equal(by_column.data[:, :256].astype(np.float32), want.T)
-    assert (by_row.scale == of_rows[None]).all() and (by_column.scale == scale[:, None]).all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "width"),
     some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),
@@ -180,16 +145,6 @@ def test_weight(source, format, transposed):
     assert got.data.shape == data.shape
     assert got.scale.shape == scale.shape
     assert got.scale[1, 0, 0] == 1
-
-
-def test_weight_one_scale_a_matrix():
-    """The scale of another matrix."""
-    w = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16)
-    scale = np.array([2.0**18, 2.0**21], np.float32)
-    got = interpret(lambda w, s: quantize_weight(w, transposed=False, scale=s), w, scale)
-    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(F8)
-    np.testing.assert_array_equal(got.data.astype(np.float32), want.astype(np.float32))
-    assert (got.scale == scale[:, None, None]).all()
 
 
 def test_refuses_what_the_kernel_cannot_take():

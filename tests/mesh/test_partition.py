@@ -20,7 +20,8 @@ import moax
 from moax import Axes, Unsupported
 from moax.block.moe import moe
 from moax.inspect import collectives
-from moax.kernels.xla import make_weight_operand, quantize, quantize_shard
+from moax.kernels.xla import make_weight_operand, quantize_shard
+from moax.kernels.xla.operands import quantize
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import gather_qshard, gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
@@ -536,7 +537,7 @@ def test_a_block_that_shards_share_has_one_scale():
 
     def fn(w):
         gather = (), ("ep",), ()
-        shard = quantize_shard(w, recipe, "fprop", gather, ())
+        shard = quantize_shard(w, recipe, "fprop", gather)
         whole = gather_qshard(shard, gather, ((), (), ()), scales_first=False)
         q = make_weight_operand(whole, recipe, "fprop")
         return q.data, q.scale

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, MoEConfig, MoEParams, ops
+from moax.kernels.xla.operands import quantize
 from moax.mesh.axes import ResolvedAxes, as_names
 from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sharded, mesh_in_force, named, pad
 from moax.ops.weights import WeightSpec, find_layout, replicas
@@ -190,7 +191,7 @@ KEPT = (("expert",), (), ())
 def test_layout_of_a_weight(roles, kept, of, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is where a dim keeps it, if quantizing does not keep the
     shard, or if an axis of no role stays in the spec."""
-    own, keeps, results, _ = layout("w", of, kept, roles)
+    own, keeps, results = layout("w", of, kept, roles)
     assert keeps == kept and results == gather
     assert pad(own, len(kept)) == tuple(k + g for k, g in zip(kept, gather, strict=True))
 
@@ -227,7 +228,7 @@ def test_large_weights_keep_their_dims():
         format = RECIPES["mxfp8"].w
         q = jax.eval_shape(
             functools.partial(
-                ops.quantize,
+                quantize,
                 format=format,
                 block=format.weight_block(3, use),
             ),
@@ -571,7 +572,7 @@ def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
     weight_spec = P(*(tuple(part) or None for part in (names[:first_cut], names[first_cut:second], names[second:])))
     split_axes = (("ep",), (), ("tp",))
     try:
-        own, _, gather, _ = layout("w", weight_spec, split_axes, ROLES)
+        own, _, gather = layout("w", weight_spec, split_axes, ROLES)
     except ValueError as error:
         assert re.search(r": dim \d is (not )?sharded", str(error))
         return

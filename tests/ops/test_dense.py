@@ -115,7 +115,7 @@ COVER = Table(
         "recipe": (None, *RECIPES),
     },
     [
-        ("custom_partitioning", "8x1", "dim 0", "fp8_tensor"),
+        ("custom_partitioning", "8x1", "dim 0", "fp8_block"),
         ("shard_map", "2x4", "one each", None),
         ("explicit", "dp2x2x2", "fsdp alone", "mxfp8"),
         ("user", "tp2x2x2", "tp columns", "fp8_block"),
@@ -123,9 +123,9 @@ COVER = Table(
         ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", None),
         ("shard_map", "8x1", "whole", "mxfp8"),
         ("shard_map", "dp2x2x2", "dim 1", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
+        ("shard_map", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
         ("user_inside", "2x4", "dim 0", "mxfp8"),
-        ("explicit", "2x4", "dim 1", "fp8_tensor"),
+        ("explicit", "2x4", "dim 1", "mxfp8"),
         ("custom_partitioning", "2x4", "one each", "fp8_block"),
     ],
     # In a shard_map of the user's, weights lie as `param_specs` says.
@@ -140,7 +140,7 @@ COVER = Table(
 def test_on_mesh(way, mesh, layout, recipe):
     """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side.
     Products are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
-    weight those of the whole matrix (K = 256 over 8 cuts every block of 128), a tensor's one scale is the mesh's."""
+    weight those of the whole matrix (K = 256 over 8 cuts every block of 128)."""
     sizes = {} if recipe is None else dict(width=256, columns=(256,))
     p, (x, w, b, dy) = on_mesh(way, mesh, layout, recipe, **sizes)
     if recipe is None:
@@ -198,7 +198,7 @@ def test_batches(way, rows, of_x):
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
 
 
-@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8", "fp8_tensor"), 1))
+@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8"), 1))
 def test_bfloat16(recipe):
     """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once
     to bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
@@ -299,8 +299,7 @@ def test_nan_stays_in_its_row(recipe):
     others = np.arange(ROWS) != 5
     assert np.isnan(bad[5]).all()
     assert np.isfinite(np.asarray(bad)[others]).all()
-    if recipe != "fp8_tensor":  # the row's other values took part in the tensor's amax
-        np.testing.assert_array_equal(np.asarray(bad)[others], np.asarray(clean)[others])
+    np.testing.assert_array_equal(np.asarray(bad)[others], np.asarray(clean)[others])
 
 
 @pytest.mark.parametrize("way", ("none", "custom_partitioning"))

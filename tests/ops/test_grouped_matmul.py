@@ -125,8 +125,8 @@ def test_recipes_against_fake_quantized_operands(recipe, columns):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_against_full_precision(recipe):
-    """What the method costs: each operand is off by at most 2^-4 of its block's amax (e5m2: 2^-3), most by far less;
-    the errors of a sum are independent, so that y is within 6% of its largest, and gradients within 10%."""
+    """What the method costs: each operand is off by at most 2^-4 of its block's amax, most by far less; the
+    errors of a sum are independent, so that y is within 6% of its largest, and gradients within 10%."""
     sizes = (70, 0, 128, 1)
     align = RECIPES[recipe].row_alignment
     args, real = problem(sizes, align, 512, 200, (96,))
@@ -156,12 +156,12 @@ COVER = Table(
         "recipe": (None, *RECIPES),
     },
     [
-        ("explicit", "2x4", "experts", "fp8_tensor"),
+        ("explicit", "2x4", "experts", "mxfp8"),
         ("explicit", "dp2x2x2", "model", None),
         ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
-        ("shard_map", "8x1", "columns", "fp8_tensor"),
+        ("shard_map", "8x1", "columns", "mxfp8"),
         ("user_vma", "tp2x2x2", "tp columns", "fp8_block"),
-        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
+        ("user", "tp2x2x2", "tp rows", "mxfp8"),
         ("shard_map", "2x4", "whole", "fp8_block"),
         ("shard_map", "tp2x2x2", "tp rows and fsdp", None),
         ("user_inside", "2x4", "model", "mxfp8"),
@@ -169,7 +169,7 @@ COVER = Table(
         ("user", "8x1", "model", "fp8_block"),
         ("user_inside", "dp2x2x2", "experts", "fp8_block"),
         ("custom_partitioning", "2x4", "columns", None),
-        ("custom_partitioning", "dp2x2x2", "model", "fp8_tensor"),
+        ("custom_partitioning", "dp2x2x2", "model", "fp8_block"),
     ],
     # In a shard_map of the user's, weights lie as `param_specs` says.
     possible=lambda way, mesh, layout, **_: (
@@ -282,7 +282,7 @@ COLLECTIVES = [
     ("explicit", "columns", "fp8_block"),
     ("custom_partitioning", "model", "mxfp8"),
     ("shard_map", "model", None),
-    ("explicit", "model", "fp8_tensor"),
+    ("explicit", "model", "mxfp8"),
 ]
 
 

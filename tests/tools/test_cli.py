@@ -92,8 +92,7 @@ def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     kernels = [choice for choice in cli.choices() if choice.argument == "kernels"]
     assert {choice.value for choice in kernels if choice.runs} == {"auto", "hopper", "xla"}
     assert kernels[0].note.startswith("hopper for bfloat16")
-    expected = ["fp8_block", "fp8_tensor"]
-    assert [choice.value for choice in cli.choices() if choice.note.startswith("FP8")] == expected
+    assert [choice.value for choice in cli.choices() if choice.note.startswith("FP8")] == ["fp8_block"]
 
 
 def test_info_names_the_extras_of_the_project(monkeypatch):

@@ -33,7 +33,7 @@ SIZES = [
     (TP, None, "auto"),
     (TP, "mxfp8", "model"),
     (EP, "fp8_block", "auto"),
-    (EP, "wi=mxfp8", "auto"),
+    (EP, "mxfp8", "auto"),
 ]
 WIRES = [
     (SHARED, EP, "mxfp8", "gathered"),

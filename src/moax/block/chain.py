@@ -243,18 +243,13 @@ def permute_quantize(
     wgrad=True,
 ) -> tuple[Operand, Operand]:
     """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
-    recipe = p.recipe.wi
-    gathers = p.gathers_x
-    if role == "dy":
-        recipe = p.recipe.wo
-        gathers = p.gathers_dy
+    gathers = p.gathers_x if role == "x" else p.gathers_dy
     plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
     operand, wgrad_operand = implementation(p.kernels).quantize_for_matmul(
         received,
-        recipe,
+        p.recipe,
         role,
         groups,
-        p.axes.tokens,
         gather_idx=plan.gather_idx,
         in_matmul=gathers,
         direct=direct,
@@ -276,7 +271,7 @@ def expert_up(
     gates = p.config.gates
     a = None
     with jax.named_scope("expert_up"):
-        if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
+        if p.config.weights_at == "output" and p.recipe.x is None and w.wi_a is None:
             act = find_activation(p)
             h, a = local.matmul_activate(rows, w.wi, groups, p.dtype, act, gates, w.bi)
         else:
@@ -304,9 +299,8 @@ def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = Fa
         h = scale_rows(h, saved.row_weights, groups)
     act = find_activation(p)
     if plain:
-        return implementation(DEFAULT).activate(h, act, FULL, groups, amax_over=())
-    amax_axes = p.axes.tokens + p.axes.tp
-    return implementation(p.kernels).activate(h, act, p.recipe.wo, groups, amax_over=amax_axes)
+        return implementation(DEFAULT).activate(h, act, FULL, groups)
+    return implementation(p.kernels).activate(h, act, p.recipe, groups)
 
 
 def activate_grad(
@@ -314,13 +308,12 @@ def activate_grad(
 ) -> HiddenGrad:
     """Returns the gradient of a = act(h), with h scaled by the routing weights where they come at the input."""
     local = implementation(p.kernels)
-    amax_axes = p.axes.tokens + p.axes.tp
     act = find_activation(p)
     h, row_weights = saved.h, saved.row_weights
     at_input = p.config.weights_at == "input"
     if not at_input and not w.has_up_terms:
         a, d_h, d_h_wgrad, d_row_weights = local.activate_grad_quantize(
-            h, d_a, act, p.recipe, groups, weights=row_weights, amax_over=amax_axes
+            h, d_a, act, p.recipe, groups, weights=row_weights
         )
         return HiddenGrad(a, d_h, d_h_wgrad, None, d_row_weights)
     if at_input:
@@ -330,13 +323,12 @@ def activate_grad(
         d_h_plain = scale_rows(d_scaled, row_weights, groups)
     else:
         a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe.wo, "x", groups, amax_axes, direct=False)
+    _, a = local.quantize_for_matmul(a, p.recipe, "x", groups, direct=False)
     d_h, d_h_wgrad = local.quantize_for_matmul(
         d_h_plain,
-        p.recipe.wi,
+        p.recipe,
         "dy",
         groups,
-        amax_axes,
         wgrad=not p.frozen,
     )
     return HiddenGrad(a, d_h, d_h_wgrad, d_h_plain, d_row_weights)

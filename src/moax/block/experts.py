@@ -90,7 +90,7 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     # The gather of wi starts behind it, and behind the small gathers of the layer: a quantized wi when the scales of
     # both have arrived, another wi when the inputs are there, which a layer under `jax.checkpoint` makes again.
     known = cotangents[0]
-    if p.recipe.wi.w is None:
+    if p.recipe.w is None:
         known = dy
     wi_gather = GatherSpec(p.wi, "dgrad", after=(tokens, own), scales_first=True)
     gathered_wi = gather_weight(view, wi_gather, w.wi, quantized_wi, known, gathered_wo.quantized)

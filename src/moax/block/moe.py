@@ -42,7 +42,6 @@ from moax.ops.matmul import dense
 from moax.ops.router import router_logits
 from moax.ops.weights import gather_quantized, quantize_weight, values_of
 from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import Recipe, Recipes
 from moax.types import QuantizedParams, Routing
 
 
@@ -168,7 +167,7 @@ def quantize_params(
 
     Returns:
       The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
-      weight that its recipe does not quantize. With `gather` these arrays are split by ep and tp alone: wi [E, H, G, F]
+      weight that the recipe does not quantize. With `gather` these arrays are split by ep and tp alone: wi [E, H, G, F]
       over E and F. They have no gradient; that of `moe` flows to its `params`. With blocks, a call on another size of
       tp refuses them.
 
@@ -248,12 +247,12 @@ def _moe(
     shared = SharedMatmuls(config, options, declared)
     rows = tokens.rows
     if params.latent_down is not None:
-        rows = shared.multiply(tokens.rows, params.latent_down, "latent_down", plan.recipe.wi)
+        rows = shared.multiply(tokens.rows, params.latent_down, "latent_down")
     low_rank = () if arrays.adapters is None else scaled(arrays.adapters)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
     inputs = Inputs(rows, experts, weights)
     y, dropped, rounds = apply_experts(view, plan, inputs, w, quantized)
-    y = _add_shared(view, shared, plan, params, tokens.rows, y)
+    y = _add_shared(view, shared, params, tokens.rows, y)
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
@@ -358,13 +357,13 @@ class SharedMatmuls(NamedTuple):
     options: Options
     declared: MoEParams[Spec]
 
-    def multiply(self, x: Float[Array, "T K"], w: Array, name: str, recipe: Recipe) -> Float[Array, "T *C"]:
+    def multiply(self, x: Float[Array, "T K"], w: Array, name: str) -> Float[Array, "T *C"]:
         """Returns x w; `name` is the parameter's."""
         options = self.options
         return dense(
             x,
             w,
-            recipe=recipe,
+            recipe=options.recipe,
             w_spec=getattr(self.declared, name),
             axes=options.axes,
             engine=options.engine,
@@ -372,17 +371,16 @@ class SharedMatmuls(NamedTuple):
             grad_reduce_dtype=options.grad_reduce_dtype,
         )
 
-    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array, recipe: Recipes) -> Float[Array, "T H"]:
+    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
-        h = self.multiply(x, wi, "shared_wi", recipe.wi)
+        h = self.multiply(x, wi, "shared_wi")
         a = activate(h, self.config.activation, self.config.activation_limit)
-        return self.multiply(a, wo, "shared_wo", recipe.wo)
+        return self.multiply(a, wo, "shared_wo")
 
 
 def _add_shared(
     view: MeshView,
     matmuls: SharedMatmuls,
-    plan: BlockPlan,
     params: MoEParams[Array],
     tokens: Float[Array, "T H"],
     y: Float[Array, "T D"],
@@ -391,14 +389,14 @@ def _add_shared(
     tp = view.axes.tp
     shared = None
     if params.shared_wi is not None and params.shared_wo is not None:
-        shared = matmuls.run_expert(tokens, params.shared_wi, params.shared_wo, plan.recipe)
+        shared = matmuls.run_expert(tokens, params.shared_wi, params.shared_wo)
     # latent_up quantizes whole sums, and the gate multiplies them: one sum over tp does not do for both terms then.
     is_apart = params.latent_up is not None or params.shared_gate is not None
     if shared is not None and not is_apart:
         y = y + shared
     y = view.psum(y, tp)
     if params.latent_up is not None:
-        y = matmuls.multiply(y, params.latent_up, "latent_up", plan.recipe.wo)
+        y = matmuls.multiply(y, params.latent_up, "latent_up")
     if shared is None or not is_apart:
         return y
     shared = view.psum(shared, tp)

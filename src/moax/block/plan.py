@@ -30,7 +30,7 @@ from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.ops.weights import WeightSpec, find_layout, values_of
 from moax.params import DIMS, LARGE, MoEParams
-from moax.recipe import Recipes, describe_recipes, get_recipes
+from moax.recipe import Recipe, describe_recipe, get_recipe
 from moax.text import plural
 from moax.types import QuantizedParams
 
@@ -64,7 +64,7 @@ class BlockPlan:
     """The static facts of the experts of a block.
 
     Attributes:
-      config, recipe: the equations, and the formats of the operands of the matmuls with wi and with wo.
+      config, recipe: the equations, and the formats of the operands of matmuls.
       axes, wi, wo: the mesh axes by role, and the static facts of both weights.
       dtype, kernels: the dtype of matmuls, and the implementation's name.
       first, later: the buffers of the first round, and of each overflow round.
@@ -77,7 +77,7 @@ class BlockPlan:
     """
 
     config: MoEConfig
-    recipe: Recipes
+    recipe: Recipe
     axes: ResolvedAxes
     wi: WeightSpec
     wo: WeightSpec
@@ -116,14 +116,14 @@ def make_plan(
       ValueError: no transport has the name of `options.exchange`.
       Unsupported: kernels chosen by name cannot run.
     """
-    recipe = get_recipes(options.recipe)
+    recipe = get_recipe(options.recipe)
     dtype = np.dtype(dtype)
     ep, tp = axes.ep, axes.tp
     d_ff = config.d_ff // axes.size(tp)  # of one device
     kernels = select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=d_ff)
     local = implementation(kernels)
-    align_wi, gathers_x = local.choose_rows(recipe.wi, "x", config.d_rows, d_ff)
-    align_wo, gathers_dy = local.choose_rows(recipe.wo, "dy", config.d_rows, d_ff)
+    align, gathers_x = local.choose_rows(recipe, "x", config.d_rows, d_ff)
+    _, gathers_dy = local.choose_rows(recipe, "dy", config.d_rows, d_ff)
 
     ranks = axes.size(ep)
     slots, all_slots = allot_slots(
@@ -146,17 +146,18 @@ def make_plan(
         num_experts=config.num_experts,
         capacity=all_slots,
     )
-    rounds = size_rounds(config, exchange, kernels, math.lcm(align_wi, align_wo), options.buffer_factor)
+    rounds = size_rounds(config, exchange, kernels, align, options.buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
     must_keep = bool(ep) or frozen
     save_rows = options.save_rows
     if save_rows is None:
-        save_rows = must_keep or not local.sorts_and_quantizes(recipe.wi)
+        save_rows = must_keep or not local.supports_fp8(recipe)
 
     make_weight = functools.partial(
         WeightSpec,
         axes=axes,
+        recipe=recipe,
         kernels=kernels,
         dtype=dtype,
         grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
@@ -166,8 +167,8 @@ def make_plan(
         config=config,
         recipe=recipe,
         axes=axes,
-        wi=make_weight("params.wi", declared.wi, recipe=recipe.wi, split=(ep, (), (), tp)),
-        wo=make_weight("params.wo", declared.wo, recipe=recipe.wo, split=(ep, tp, ())),
+        wi=make_weight("params.wi", declared.wi, split=(ep, (), (), tp)),
+        wo=make_weight("params.wo", declared.wo, split=(ep, tp, ())),
         dtype=dtype,
         kernels=kernels,
         first=rounds.first,
@@ -263,15 +264,15 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
     """Raises ValueError where quantized weights are of another recipe, implementation, tp or size than the block's."""
     same = "pass the same options and the dtype of x to moax.quantize_params"
     if quantized.recipe != plan.recipe:
-        have = describe_recipes(quantized.recipe)
-        want = describe_recipes(plan.recipe)
+        have = describe_recipe(quantized.recipe)
+        want = describe_recipe(plan.recipe)
         if have == want:
             want = f"another {want}"
         raise ValueError(f"quantized has recipe={have}, and this call has {want}; {same}")
     if quantized.kernels != plan.kernels:
         raise ValueError(f"quantized has kernels={quantized.kernels!r}, and this call has {plan.kernels!r}; {same}")
     tp = view.axes.size(view.axes.tp)
-    if quantized.tp != tp and _has_blocks(plan.recipe):
+    if quantized.tp != tp and plan.recipe.w is not None:
         raise ValueError(
             f"quantized is of tp of {plural(quantized.tp, 'device')}, and this call has tp of {plural(tp, 'device')}, "
             "which counts the blocks of scales otherwise; call moax.quantize_params on the mesh of this call, with its "
@@ -291,9 +292,3 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
                 "moax.quantize_params"
             )
-
-
-def _has_blocks(recipe: Recipes) -> bool:
-    """Returns whether scales of blocks belong to one of the weights."""
-    formats = (recipe.wi.w, recipe.wo.w)
-    return any(format is not None and format.block is not None for format in formats)

@@ -200,7 +200,7 @@ def run_backward(
         dx, d_weights = backward_up(p, p.first, halfway, grads, w_gathered.wi)
         return dx, d_weights, dw
     wi_source = None
-    if p.recipe.wi.w is not None:  # fprop takes a quantized wi in another form than dgrad
+    if p.recipe.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
 
     def run_round(received, start, w, operands, total):
@@ -315,14 +315,10 @@ def leave_out(
 def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     """Returns the axes of tokens whose devices make equally many rounds, because a round has collectives over them.
 
-    These are ep; the axes over which a quantized wi is gathered, since backward gathers it again for its rows; and all
-    axes of tokens if one scale holds for a whole tensor.
+    These are ep, and the axes over which a quantized wi is gathered, since backward gathers it again for its rows.
     """
-    formats = [format for recipe in (p.recipe.wi, p.recipe.wo) for format in (recipe.x, recipe.dy)]
-    if any(format is not None and format.shared for format in formats):
-        return p.axes.tokens
     gathered = set[str]()
-    if p.recipe.wi.w is not None and not p.wi.gathered:
+    if p.recipe.w is not None and not p.wi.gathered:
         # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.
         for names in (*layouts[0].gather, *find_layout(p.wi).gather):
             gathered.update(names)

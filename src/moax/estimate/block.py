@@ -106,8 +106,8 @@ def trace_block(block: BlockSpec) -> BlockTrace:
     )
 
 
-def count_operations(block: BlockSpec) -> tuple[int, int]:
-    """Returns the operations of the products of a microbatch with wi, and with wo."""
+def count_operations(block: BlockSpec) -> int:
+    """Returns the operations of the products of a microbatch."""
     config = block.config
     tp = block.axes.size(block.axes.tp)
     columns_of_expert = config.d_rows * config.top_k * (config.d_ff // tp)
@@ -116,7 +116,9 @@ def count_operations(block: BlockSpec) -> tuple[int, int]:
     latent = 2 * block.tokens * config.d_model * (config.d_latent or 0)
     # With remat, forward runs again up to the last product whose result backward reads: wo's for latent_up alone.
     repeats_wo = block.remat and latent > 0
-    return (3 + block.remat) * (config.gates * product + latent), (3 + repeats_wo) * product + 3 * latent
+    of_wi = (3 + block.remat) * (config.gates * product + latent)
+    of_wo = (3 + repeats_wo) * product + 3 * latent
+    return of_wi + of_wo
 
 
 def _trace_step(

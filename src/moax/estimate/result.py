@@ -15,7 +15,6 @@ from moax.kernels import supports_fp8
 from moax.mesh.axes import Axes, Names
 from moax.mesh.specs import local_shape
 from moax.params import expert_specs, param_shapes
-from moax.recipe import Recipe
 from moax.text import align, plural
 from moax.types import Kept
 
@@ -77,8 +76,7 @@ class Estimate:
       once: what a step does once for one layer, before its microbatches; see `Once`.
       transfers: the arrays that one layer sends in each microbatch, by the name of their scope in a profile; `sum` has
         those of none.
-      operations: (wi, wo), the operations of one layer's products with each in a microbatch, with the shared expert and
-        latent experts.
+      operations: the operations of one layer's products in a microbatch, with the shared expert and latent experts.
       traffic: the bytes of device memory that one layer reads and writes in each microbatch.
     """
 
@@ -94,7 +92,7 @@ class Estimate:
     saved_arrays: tuple[SavedArray, ...]
     once: Once
     transfers: Mapping[str, list[Transfer]]
-    operations: tuple[int, int]
+    operations: int
     traffic: int
 
     @property
@@ -125,10 +123,7 @@ class Estimate:
     @property
     def times(self) -> dict[str, float]:
         """The seconds of the products, of device memory, and of the collectives of each scope, all layers together."""
-        products = 0.0
-        recipes = self.plan.recipe
-        for operations, recipe in zip(self.operations, (recipes.wi, recipes.wo), strict=True):
-            products += operations / self._rate_of_products(recipe)
+        products = self.operations / self._rate_of_products
         traffic = self.microbatches * self.traffic + self.once.traffic
         times = {"products": self.microbatches * products, "device memory": traffic / self.hardware.hbm}
         for scope, transfers in self._sent.items():
@@ -143,11 +138,12 @@ class Estimate:
             sent[scope] = sent.get(scope, []) + self.microbatches * transfers
         return sent
 
-    def _rate_of_products(self, recipe: Recipe) -> float:
-        """Returns the operations/s of products by a recipe."""
+    @property
+    def _rate_of_products(self) -> float:
+        """The operations/s of products."""
         if self.plan.kernels == "xla":
             return self.hardware.xla
-        if supports_fp8(self.plan.kernels, recipe):
+        if supports_fp8(self.plan.kernels, self.plan.recipe):
             return self.hardware.fp8
         return self.hardware.bf16
 

@@ -1,9 +1,8 @@
 """The functions of an implementation, with docstrings that hold for all of them.
 
 Rows have the layout of a `Groups`. Their padding may hold anything, in arguments and in results. `recipe` and `role`
-give the format of rows: `recipe.x` or `recipe.dy`. Where one scale holds for a whole tensor, its maximum is taken over
-the mesh axes `amax_over` too. A weight's shard [E, K, *C] is gathered over the mesh axes `gather` of each dim.
-`use` is `fprop` for a matmul over K, and `dgrad` for a matmul over *C.
+give the format of rows: `recipe.x` or `recipe.dy`. A weight's shard [E, K, *C] is gathered over the mesh axes `gather`
+of each dim. `use` is `fprop` for a matmul over K, and `dgrad` for a matmul over *C.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ from jaxtyping import Array, Float, Int
 
 from moax.kernels import Operand, Role
 from moax.kernels.groups import Groups, Packing
-from moax.kernels.scales import Block
 from moax.mesh.axes import Names
-from moax.recipe import Format, Recipe, Recipes, Use
-from moax.types import QArray, QShard
+from moax.recipe import Recipe, Use
+from moax.types import QShard
 
 
 class Kernels(Protocol):
     """The type of a module of `IMPLEMENTATIONS`."""
 
     def supports_fp8(self, recipe: Recipe) -> bool:
-        """Returns whether matmuls of this recipe multiply in FP8; else operands are dequantized to the dtype."""
-        ...
+        """Returns whether matmuls of this recipe multiply in FP8; else operands are dequantized to the dtype.
 
-    def sorts_and_quantizes(self, recipe: Recipe) -> bool:
-        """Returns whether one kernel sorts and quantizes rows of x, so that they are cheap to make for wgrad alone."""
+        In FP8 one kernel sorts and quantizes rows of x, so that they are cheap to make for wgrad alone.
+        """
         ...
 
     def stores_weight_transposed(self, recipe: Recipe, use: Use) -> bool:
@@ -89,12 +86,8 @@ class Kernels(Protocol):
         """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; None: weights 1."""
         ...
 
-    def quantize(self, x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
-        """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
-        ...
-
     def quantize_for_matmul(
-        self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (), *,
+        self, x: Array, recipe: Recipe, role: Role, groups: Groups, *,
         gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
         wgrad: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
@@ -108,7 +101,6 @@ class Kernels(Protocol):
 
     def quantize_shard(
         self, w: Array, recipe: Recipe, use: Use, gather: Sequence[Names],
-        amax_over: Names,
     ) -> QShard:  # fmt: skip
         """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
         ...
@@ -149,10 +141,7 @@ class Kernels(Protocol):
         """dbias[g] = sum over rows m of group g: dy[m], in float32. dy must be 0 in padding."""
         ...
 
-    def activate(
-        self, h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
-        amax_over: Names,
-    ) -> Operand:  # fmt: skip
+    def activate(self, h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups) -> Operand:
         """Returns the Operand of act(h), computed in float32."""
         ...
 
@@ -164,8 +153,8 @@ class Kernels(Protocol):
         ...
 
     def activate_grad_quantize(
-        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
-        groups: Groups, *, weights: Float[Array, " N"], amax_over: Names,
+        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
+        groups: Groups, *, weights: Float[Array, " N"],
     ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
         """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
         ...

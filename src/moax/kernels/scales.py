@@ -15,17 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moax.kernels.groups import Groups, zero_rows
 from moax.mesh.axes import Names
 from moax.recipe import Format, Use
 from moax.types import QArray
 
-Block = tuple[int | None, ...]
+Block = tuple[int, ...]  # the block length of each dim
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -34,20 +32,11 @@ def block_max(x: Array, block: Block) -> Float[Array, "..."]:
     """Returns the maximum of |x| over the finite elements of each block, in float32; 0 where there are none."""
     x = x.astype(jnp.float32)
     x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
-    lengths = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
-    padding = [(0, -n % b) for n, b in zip(x.shape, lengths, strict=True)]
+    padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
     if any(after for _, after in padding):
         x = jnp.pad(x, padding)
-    split = [size for n, b in zip(x.shape, lengths, strict=True) for size in (n // b, b)]
+    split = [size for n, b in zip(x.shape, block, strict=True) for size in (n // b, b)]
     return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))
-
-
-def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
-    """Returns for each row the maximum of |x| over the finite elements of its group."""
-    values = block_max(zero_rows(x, groups.real), (1, None))[:, 0]
-    if groups.sizes is None:
-        return jnp.broadcast_to(values.max(), values.shape)
-    return jax.ops.segment_max(values, groups.index, num_segments=groups.sizes.shape[0])[groups.index]
 
 
 def to_scale(
@@ -96,9 +85,9 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
         if b == 1 or scale.shape[dim] == 1:
             continue
-        scale = jnp.repeat(scale, n if b is None else b, axis=dim)
+        scale = jnp.repeat(scale, b, axis=dim)
         # In this form JAX sees that whole blocks have no less than a symbolic n.
-        whole = n if b is None else -(-n // b) * b
+        whole = -(-n // b) * b
         scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
         scale = lax.slice_in_dim(scale, 0, n, axis=dim)
     return scale
@@ -106,21 +95,19 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
 
 def shards_cut_blocks(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> bool:
     """Returns whether shards [E, K, *C] of a weight, which is gathered over `gather`, may end inside its blocks."""
-    if format.block is None:
-        return False
     _, rows, columns = format.weight_block(3, use)
-    cuts_rows = bool(gather[1]) and shape[1] % (rows or 1) > 0
-    cuts_columns = any(gather[2:]) and shape[-1] % (columns or 1) > 0
+    cuts_rows = bool(gather[1]) and shape[1] % rows > 0
+    cuts_columns = any(gather[2:]) and shape[-1] % columns > 0
     return cuts_rows or cuts_columns
 
 
 def find_scale_axes(shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names]) -> tuple[Names, ...]:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
-    Where shards [E, K, *C] cut blocks, and where one scale holds for a matrix, every shard has all scales of its
-    matrices. The columns of the scales are one dim, unless columns are gathered: then each of them has its own axes.
+    Where shards [E, K, *C] cut blocks, every shard has all scales of its matrices. The columns of the scales are one
+    dim, unless columns are gathered: then each of them has its own axes.
     """
-    if format.block is None or shards_cut_blocks(shape, format, use, gather):
+    if shards_cut_blocks(shape, format, use, gather):
         return (gather[0], (), ())
     if any(gather[2:]):
         return tuple(gather)

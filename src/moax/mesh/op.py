@@ -10,7 +10,7 @@ The rule is the layout of operands and results, the sums over devices, and the S
   has a term of the result, and the terms are summed over the axes of t.
 - "@n" is a tree of arrays, or None. The leading dim of each array is split as n is. The array shares no dim with other
   arrays. "@" is a tree of whole arrays.
-- "{n | r k}" is a tree with these entries. "*c" is any number of dims, and "(b i)" a dim of blocks b of i elements.
+- "{n | r k}" is a tree with these entries. "*c" is any number of dims.
 
 A weight may have several layouts. Ops on weights compute theirs by a function `sharding` in place of the rule.
 """
@@ -39,7 +39,7 @@ from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_forward_mode, refuse_many_devices
 from moax.mesh.specs import FREE, MeshView, Spec, WholeWeight, check_divides, constrain, pad
 
-DIM = re.compile(r"@|\([^)]*\)|\*?\w+")
+DIM = re.compile(r"@|\*?\w+")
 TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every rule
 
 
@@ -60,11 +60,10 @@ class Dims(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A parsed rule: the dims of each leaf of the operands and of each result, and (name, size) of dims in blocks."""
+    """A parsed rule: the dims of each leaf of the operands and of each result."""
 
     leaves: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ class Op:
       name: the name of the op in profiles, compiled programs and errors.
       local: local(static, *operands) -> a result, or a tuple of them. It computes on shards and calls collectives by
         axis name. `static` is hashable and has the attribute `axes`, the mesh axes by role.
-      rule: the rule; or a function of (static, operands) that returns it, and the sizes of dims inside blocks.
+      rule: the rule; or a function of (static, operands) that returns it.
       sharding: sharding(static, operands, operand_specs) -> OpSharding, in place of the layout that the rule gives.
         `operand_specs` has the spec of each operand leaf, None where it is unknown. The local function is then
         local(static, layout, *operands). `sharding` raises ValueError for a spec that the op cannot take.
@@ -85,7 +84,7 @@ class Op:
 
     name: str
     local: Callable = dataclasses.field(repr=False)
-    rule: str | Callable[[Any, tuple], str | tuple[str, tuple]] = dataclasses.field(repr=False)
+    rule: str | Callable[[Any, tuple], str] = dataclasses.field(repr=False)
     sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = dataclasses.field(default=None, repr=False)
     content: Any = dataclasses.field(init=False)
 
@@ -152,9 +151,6 @@ class Op:
         rule = self.rule
         if callable(rule):
             rule = rule(static, operands)
-        sizes = ()
-        if not isinstance(rule, str):
-            rule, sizes = rule
         operand_side, result_side = rule.split("->")
         letters_of_leaves: list[list[str]] = []
         stars: dict[str, list[str]] = {}  # the dims of "*c" are c0, c1, ...
@@ -171,7 +167,7 @@ class Op:
                 letters_of_leaves.append(letters)
         leaves = tuple(_make_dims(letters, stars) for letters in letters_of_leaves)
         results = tuple(_make_dims(DIM.findall(entry), stars) for entry in result_side.split(","))
-        return Rule(leaves, results, sizes)
+        return Rule(leaves, results)
 
     def find_sharding(
         self, static: Any, operands: tuple, operand_specs: PyTree = None, *, chosen: bool = False
@@ -396,7 +392,7 @@ def _make_shardy_rule(call: tuple[Op | _Batch, MeshView, Hashable, Rule], mesh, 
     fresh_dims = (f"z{i}" for i in itertools.count())
     operand_side = _write_shardy_side(rule.leaves, operand_types, fresh_dims)
     result_side = _write_shardy_side(rule.results, result_types, fresh_dims)
-    return f"{operand_side} -> {result_side}", dict(rule.sizes)
+    return f"{operand_side} -> {result_side}"
 
 
 def _write_shardy_side(entries: tuple[Dims, ...], types: Sequence, fresh: Iterator[str]) -> str:
@@ -440,7 +436,7 @@ class _Batch:
 
     def parse_rule(self, static, operands) -> Rule:
         """Returns the rule of the op with a letter of the batch in front."""
-        leaves, results, sizes = self.op.parse_rule(static, self._element_types(operands))
+        leaves, results = self.op.parse_rule(static, self._element_types(operands))
         letter = f"v{len(results[0].shared)}"  # each level of `jax.vmap` adds a dim to a result
 
         def add_letter(dims: Dims) -> Dims:
@@ -448,7 +444,7 @@ class _Batch:
 
         pairs = zip(leaves, self.batched, strict=True)
         batch_leaves = tuple(add_letter(dims) if batched else dims for dims, batched in pairs)
-        return Rule(batch_leaves, tuple(map(add_letter, results)), sizes)
+        return Rule(batch_leaves, tuple(map(add_letter, results)))
 
     def find_sharding(self, static, operands, operand_specs=None, *, chosen: bool = False) -> OpSharding:
         """Returns the layout of the batch, and as its `layout` that of one element."""

@@ -9,7 +9,5 @@ from moax.ops.matmul import dense as dense
 from moax.ops.matmul import grouped_matmul as grouped_matmul
 from moax.ops.permutation import permute as permute
 from moax.ops.permutation import unpermute as unpermute
-from moax.ops.quantization import dequantize as dequantize
-from moax.ops.quantization import quantize as quantize
 from moax.ops.router import route as route
 from moax.ops.router import router_logits as router_logits

@@ -268,7 +268,7 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
         gathered = weights.gather_shard(GatherSpec(static.weight, "fprop"), layout, w, None).operand
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     contracted = layout.split[1]
-    rows, _ = _quantize_rows(static, packed, x, "x", contracted, wgrad=False)
+    rows, _ = _quantize_rows(static, packed, x, "x", wgrad=False)
     if bias is not None:
         bias = mask_to_first_rank(bias, contracted)
     y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.weight.dtype, bias))
@@ -286,12 +286,12 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     contracted = layout.split[1]
-    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.split[2:], ()))
+    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy")
     # [M, K] = [M, C] [E, K, C]^T
     dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
     d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
-    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, direct=False)
+    _, x_columns = _quantize_rows(static, packed, x, "x", direct=False)
     dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
     if not static.apart:
@@ -299,13 +299,11 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     return dx, d_bias, dw
 
 
-def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
-    """Returns rows [M, ...] as operands of the matmul with w and of wgrad; `split` are the axes of the columns."""
+def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, **wanted):
+    """Returns rows [M, ...] as operands of the matmul with w and of wgrad."""
     weight = static.weight
-    kernels = implementation(weight.kernels)
-    amax_axes = weight.axes.tokens + split
     rows = packed.pack(x)
-    return kernels.quantize_for_matmul(rows, weight.recipe, role, packed.groups, amax_axes, **wanted)
+    return implementation(weight.kernels).quantize_for_matmul(rows, weight.recipe, role, packed.groups, **wanted)
 
 
 def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = False) -> OpSharding:

@@ -91,7 +91,6 @@ class WeightLayout(NamedTuple):
     spec: Spec
     split: tuple[Names, ...]
     gather: tuple[Names, ...]
-    matrix_axes: Names  # that split the matrix of one expert
 
     def whole_shape(self, shape: Sequence[int], axes: ResolvedAxes) -> tuple[int, ...]:
         """Returns the shape of the gathered weight, from that of a shard."""
@@ -143,8 +142,7 @@ def lay_out_weight(
             error = ValueError if any(entries) else WholeWeight
             raise error(f"{name}: dim {dim - added_dims} {_explain_entry(entry, split_entry, gatherable)}")
         gather.append(gathered)
-    matrix_axes = sum((*gather[1:], *split[1:]), ())
-    return WeightLayout(Spec(*entries), tuple(split), tuple(gather), matrix_axes)
+    return WeightLayout(Spec(*entries), tuple(split), tuple(gather))
 
 
 def find_quantized_layout(weight: WeightSpec) -> WeightLayout:
@@ -157,7 +155,7 @@ def find_quantized_layout(weight: WeightSpec) -> WeightLayout:
         return layout
     split = layout.split
     nothing: tuple[Names, ...] = ((),) * len(split)
-    return WeightLayout(Spec(*split), split, nothing, sum(split[1:], ()))
+    return WeightLayout(Spec(*split), split, nothing)
 
 
 def _explain_entry(entry: Names, required: Names, gatherable: Names) -> str:
@@ -207,7 +205,7 @@ def gather_shard(
     shard: Any = w
     if recipe.w is not None:
         if quantized is None:
-            shard = kernels.quantize_shard(cast(Array, w), recipe, static.use, gather, layout.matrix_axes)
+            shard = kernels.quantize_shard(cast(Array, w), recipe, static.use, gather)
         else:
             shard = quantized[USES.index(static.use)]
     elif quantized is not None:
@@ -278,9 +276,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
         shard_shape = local_shape(shape, layout.spec, weight.axes)
         scale_axes = find_scale_axes(shard_shape, format, use, layout.gather)
         split = layout.split
-        if format.block is None:
-            split = (split[0], (), ())
-        elif len(scale_axes) < len(split):  # the columns of the scales are one dim
+        if len(scale_axes) < len(split):  # the columns of the scales are one dim
             split = (*split[:2], sum(split[2:], ()))
         data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
         scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
@@ -318,7 +314,7 @@ def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
     quantize = implementation(weight.kernels).quantize_shard
     arrays = []
     for use in USES:
-        arrays += quantize(w, weight.recipe, use, layout.gather, layout.matrix_axes)
+        arrays += quantize(w, weight.recipe, use, layout.gather)
     return tuple(arrays)
 
 

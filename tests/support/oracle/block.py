@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import moax
-from moax.recipe import get_recipes
+from moax.recipe import get_recipe
 from support.oracle import ops
 from support.oracle.formats import round_rows, round_weight
 
@@ -72,14 +72,14 @@ def block(
     kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
 
     scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
-    r = get_recipes(recipe)
+    r = get_recipe(recipe)
     rows = x
     d_rows = dy
     down = p.get("latent_down")
     up = p.get("latent_up")
     if down is not None:  # the experts' cotangent needs their sum in no place
-        rows = _dense(x, down, r.wi, layout)
-        d_rows = _dense_grad(dy, up, r.wo, layout)
+        rows = _dense(x, down, r, layout)
+        d_rows = _dense_grad(dy, up, r, layout)
     y, dx, grads, d_weights = _experts(
         rows,
         p,
@@ -93,11 +93,11 @@ def block(
     )
     if down is not None:
         grads |= {
-            "latent_up": _dense_wgrad(y, dy, r.wo, layout),
-            "latent_down": _dense_wgrad(x, dx, r.wi, layout),
+            "latent_up": _dense_wgrad(y, dy, r, layout),
+            "latent_down": _dense_wgrad(x, dx, r, layout),
         }
-        y = _dense(y, up, r.wo, layout)
-        dx = _dense_grad(dx, down, r.wi, layout)
+        y = _dense(y, up, r, layout)
+        dx = _dense_grad(dx, down, r, layout)
     if "expert_scale" in p:
         grads["expert_scale"] = np.bincount(
             experts.ravel(),
@@ -162,8 +162,8 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     bi = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:]))
     bo = p.get("bo", np.zeros(wo.shape[::2]))
     w = {
-        "wi": {over: round_weight(wi, r.wi.w, over, 3, tp) for over in ("rows", "columns")},
-        "wo": {over: round_weight(wo, r.wo.w, over, 1, tp) for over in ("rows", "columns")},
+        "wi": {over: round_weight(wi, r.w, over, 3, tp) for over in ("rows", "columns")},
+        "wo": {over: round_weight(wo, r.w, over, 1, tp) for over in ("rows", "columns")},
     }
     rows = x[token]
     d_o = dy[token]
@@ -194,28 +194,28 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
             [np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments],
         )
 
-    h = multiply(round_rows(rows, r.wi.x, "columns", spans), "wi", "rows", wi.shape[2:]) + biases(bi)
+    h = multiply(round_rows(rows, r.x, "columns", spans), "wi", "rows", wi.shape[2:]) + biases(bi)
     weighted = h * np.reshape(before, (-1, 1, 1))
     a = ops.activate(weighted, *act)
-    o = multiply(round_rows(a, r.wo.x, "columns", spans, tp), "wo", "rows", wo.shape[2:]) + biases(bo)
+    o = multiply(round_rows(a, r.x, "columns", spans, tp), "wo", "rows", wo.shape[2:]) + biases(bo)
     y = np.zeros(x.shape)
     np.add.at(y, token, after * o)
 
-    d_a = multiply(round_rows(d_o, r.wo.dy, "columns", spans), "wo", "columns", wo.shape[1:2])
+    d_a = multiply(round_rows(d_o, r.dy, "columns", spans), "wo", "columns", wo.shape[1:2])
     d_wo = summed(
-        round_rows(inside * a, r.wo.x, "rows", spans, tp),
-        round_rows(d_o, r.wo.dy, "rows", spans),
+        round_rows(inside * a, r.x, "rows", spans, tp),
+        round_rows(d_o, r.dy, "rows", spans),
         wo,
     )
     d_weighted = ops.activate_grad(weighted, act[0], inside * d_a, act[1])
     d_h = d_weighted * np.reshape(before, (-1, 1, 1))
     d_wi = summed(
-        round_rows(rows, r.wi.x, "rows", spans),
-        round_rows(d_h, r.wi.dy, "rows", spans, tp),
+        round_rows(rows, r.x, "rows", spans),
+        round_rows(d_h, r.dy, "rows", spans, tp),
         wi,
     )
     d_rows = multiply(
-        round_rows(d_h, r.wi.dy, "columns", spans, tp),
+        round_rows(d_h, r.dy, "columns", spans, tp),
         "wi",
         "columns",
         wi.shape[1:2],
@@ -260,21 +260,21 @@ def _shared(x, p, config, dy, r, layout: Layout):
     spans = _spans(x, layout)
     by = {
         over: (
-            round_weight(wi[None], r.wi.w, over, 3, tp)[0].reshape(len(wi), -1),
-            round_weight(wo[None], r.wo.w, over, 1, tp)[0],
+            round_weight(wi[None], r.w, over, 3, tp)[0].reshape(len(wi), -1),
+            round_weight(wo[None], r.w, over, 1, tp)[0],
         )
         for over in ("rows", "columns")
     }
-    h = (round_rows(x, r.wi.x, "columns", spans) @ by["rows"][0]).reshape(-1, *wi.shape[1:])
+    h = (round_rows(x, r.x, "columns", spans) @ by["rows"][0]).reshape(-1, *wi.shape[1:])
     a = ops.activate(h, config.activation, config.activation_limit)
-    y = round_rows(a, r.wo.x, "columns", spans, tp) @ by["rows"][1]
-    d_a = round_rows(dy, r.wo.dy, "columns", spans) @ by["columns"][1].T
-    d_wo = round_rows(a, r.wo.x, "rows", spans, tp).T @ round_rows(dy, r.wo.dy, "rows", spans)
+    y = round_rows(a, r.x, "columns", spans, tp) @ by["rows"][1]
+    d_a = round_rows(dy, r.dy, "columns", spans) @ by["columns"][1].T
+    d_wo = round_rows(a, r.x, "rows", spans, tp).T @ round_rows(dy, r.dy, "rows", spans)
     d_h = ops.activate_grad(h, config.activation, d_a, config.activation_limit)
     d_wi = np.tensordot(
-        round_rows(x, r.wi.x, "rows", spans),
-        round_rows(d_h, r.wi.dy, "rows", spans, tp),
+        round_rows(x, r.x, "rows", spans),
+        round_rows(d_h, r.dy, "rows", spans, tp),
         (0, 0),
     )
-    dx = round_rows(d_h, r.wi.dy, "columns", spans, tp).reshape(len(x), -1) @ by["columns"][0].T
+    dx = round_rows(d_h, r.dy, "columns", spans, tp).reshape(len(x), -1) @ by["columns"][0].T
     return y, dx, {"shared_wi": d_wi, "shared_wo": d_wo}

@@ -22,7 +22,7 @@ def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
     """Returns the largest |x| of each block; the last block of a dim may be short. (4, 5) in blocks of (1, 2) gives
     (4, 3)."""
     for dim, b in enumerate(block):
-        starts = np.arange(0, x.shape[dim], max(x.shape[dim], 1) if b is None else b)
+        starts = np.arange(0, x.shape[dim], b)
         x = np.maximum.reduceat(np.abs(x), starts, axis=dim)
     return x
 
@@ -30,7 +30,7 @@ def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
 def expand(scales: np.ndarray, shape: tuple, block: tuple) -> np.ndarray:
     """Returns the scale of each element of an array of that shape: the inverse of `by_blocks`."""
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
-        scales = np.repeat(scales, n if b is None else b, axis=dim).take(np.arange(n), axis=dim)
+        scales = np.repeat(scales, b, axis=dim).take(np.arange(n), axis=dim)
     return scales
 
 
@@ -72,8 +72,6 @@ def round_weight(
     """
     if format is None:
         return np.asarray(w, np.float64)
-    if format.block is None:  # Each expert has one scale, for any sharding.
-        tp = 1
     parts = []
     block = format.weight_block(3, "fprop" if contracted == "rows" else "dgrad")
     for part in np.split(np.asarray(w, np.float32), tp, axis=tp_dim or 0):
@@ -97,15 +95,6 @@ def round_rows(
     if format is None:
         return np.asarray(x, np.float64)
     x = np.array(x, np.float32)
-    if format.by_group:
-        parts = np.split(x, tp, axis=-1)
-        for part in parts:
-            for rows in [slice(0, len(x))] if segments is None else segments:
-                if rows.stop > rows.start:
-                    part[rows] = round_trip(part[rows], format, (None,) * x.ndim)
-        return np.concatenate(parts, axis=-1).astype(np.float64)
-    if format.block is None:
-        return round_trip(x, format, (None,) * x.ndim)
     if contracted == "columns":
         parts = []
         for part in np.split(x, tp, axis=-1):

@@ -45,18 +45,14 @@ from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projecti
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.scales import (
     DTYPES,
-    block_max,
     dequantize,
     flatten_columns,
-    max_of_groups,
     shards_cut_blocks,
-    to_scale,
     turn_dims,
 )
-from moax.kernels.xla import quantize as quantize
 from moax.mesh.axes import Names
-from moax.mesh.collectives import is_alone, reduce_max
-from moax.recipe import FULL, Format, Recipe, Recipes, Use
+from moax.mesh.collectives import is_alone
+from moax.recipe import FULL, Format, Recipe, Use
 from moax.types import QShard
 
 __all__ = xla.__all__
@@ -66,11 +62,6 @@ WAVES = 4
 HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
 # For wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24).
 GATHER_HIDDEN = 1536
-
-
-def sorts_and_quantizes(recipe: Recipe) -> bool:
-    """Returns whether each block of a row has a scale of its own, in FP8: the kernel then gathers as it quantizes."""
-    return supports_fp8(recipe) and recipe.x is not None and recipe.x.block is not None
 
 
 def stores_weight_transposed(recipe: Recipe, use: Use) -> bool:
@@ -159,7 +150,7 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
 
 
 def quantize_for_matmul(
-    x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
+    x: Array, recipe: Recipe, role: Role, groups: BlockedGroups,
     *, gather_idx: Any = None, in_matmul: bool = False, direct: bool = True, wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
@@ -169,32 +160,21 @@ def quantize_for_matmul(
     if in_matmul and format is None:
         operand = GatheredRows(x, gather_idx)
         return operand, operand
-    fp8 = supports_fp8(recipe)
-    # The kernel gathers where each block has a scale, see `sorts_and_quantizes`.
-    if gather_idx is not None and not (fp8 and format.block):
-        with jax.named_scope("permute"):
-            x = gather_rows(x, gather_idx, groups)
-            gather_idx = None
-    if not fp8:
-        return xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
+    if not supports_fp8(recipe):
+        if gather_idx is not None:
+            with jax.named_scope("permute"):
+                x = gather_rows(x, gather_idx, groups)
+        return xla.quantize_for_matmul(x, recipe, role, groups)
     with jax.named_scope("quantize"):
         x = x.reshape(x.shape[0], -1)
-        scale = None
-        if format.by_group:  # a block of 128 rows lies in one group
-            scale = to_scale(max_of_groups(x, groups)[::BLOCK], format)
-        elif format.block is None:
-            amax = block_max(zero_rows(x, groups.real), (None, None))
-            scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        return quantize_rows(
-            x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad, scale=scale
-        )
+        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad)
 
 
 @jax.named_scope("quantize")
-def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names]) -> QShard:
     """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
     if not supports_fp8(recipe):
-        return xla.quantize_shard(w, recipe, use, gather, amax_over)
+        return xla.quantize_shard(w, recipe, use, gather)
     format = cast(Format, recipe.w)
     transposed = stores_weight_transposed(recipe, use)
     experts, rows, *columns = w.shape
@@ -203,21 +183,15 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
     if cuts_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         if format.scale == "e8m0":  # the matmuls take these scales in float32
             recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
-        shard = xla.quantize_shard(w, recipe, use, gather, amax_over)
+        shard = xla.quantize_shard(w, recipe, use, gather)
         if not transposed:
             return shard
         return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
-    flat = w.reshape(experts, rows, -1)
-    data_shape = turn_dims(w.shape, transposed)
-    if format.block is None:
-        scale = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
-        q = quantize_weight(flat, format=format, transposed=transposed, scale=scale[:, 0, 0])
-        return QShard(lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape), scale)
-    q = quantize_weight(flat, format=format, transposed=transposed)
+    q = quantize_weight(w.reshape(experts, rows, -1), format=format, transposed=transposed)
     blocks = [-(-math.prod(columns) // BLOCK)]
     if any(gather[2:]):  # no block lies in two shards of the last dim
         blocks = [*columns[:-1], columns[-1] // BLOCK]
-    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape)
+    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(turn_dims(w.shape, transposed))
     scale = q.scale.reshape(turn_dims((experts, -(-rows // BLOCK), *blocks), transposed))
     return QShard(data, scale)
 
@@ -230,9 +204,7 @@ def make_weight_operand(whole: QShard, recipe: Recipe, use: Use) -> Any:
     transposed = stores_weight_transposed(recipe, use)
     data = flatten_columns(whole.data, transposed)
     scale = flatten_columns(whole.scale, transposed)
-    blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
-    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
-    return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
+    return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[format.dtype]), scale)
 
 
 def matmul(
@@ -351,22 +323,20 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
     return sums[:, 0].reshape(groups.sizes.shape[0], *dy.shape[1:])
 
 
-def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, amax_over: Names
-) -> Any:
+def activate(h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups) -> Any:
     """Returns the Operand of act(h); XLA computes what the kernels do not know."""
     gated = h.shape[1] == 2
     flat = h.reshape(h.shape[0], -1)
     with jax.named_scope("activate"):
         if not supports_activation(act, gated):
-            a = xla.activate(h, act, FULL, groups, amax_over=())
+            a = xla.activate(h, act, FULL, groups)
             a = zero_rows(a, groups.real)
-        elif _fuses(recipe, recipe, h.shape[2]):
+        elif _fuses(recipe, h.shape[2]):
             format = cast(Format, recipe.x)
             return activation.activate_quantize(flat, groups.blocks, act, gated=gated, format=format)
         else:
             a = activation.activate_rows(flat, groups.blocks, act, gated=gated)
-    return quantize_for_matmul(a, recipe, "x", groups, amax_over, wgrad=False)[0]
+    return quantize_for_matmul(a, recipe, "x", groups, wgrad=False)[0]
 
 
 def activate_grad(
@@ -385,22 +355,22 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
-    groups: BlockedGroups, *, weights: Float[Array, " N"], amax_over: Names,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
+    groups: BlockedGroups, *, weights: Float[Array, " N"],
 ) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`, quantized."""
-    if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
+    if supports_activation(act, h.shape[1] == 2) and _fuses(recipe, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        of_a = cast(Format, recipes.wo.x)
-        of_h = cast(Format, recipes.wi.dy)
+        of_a = cast(Format, recipe.x)
+        of_h = cast(Format, recipe.dy)
         with jax.named_scope("activate"):
             a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
                 flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
             )
         return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, direct=False)
-    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
+    _, a = quantize_for_matmul(a, recipe, "x", groups, direct=False)
+    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
 
 
 def supports_activation(act: Callable, gated: bool) -> bool:
@@ -412,12 +382,10 @@ def supports_activation(act: Callable, gated: bool) -> bool:
     return why is None
 
 
-def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
-    """Returns whether one kernel activates and quantizes: a by one recipe, and d_h by another."""
-    if not supports_fp8(of_a) or not supports_fp8(of_h) or width % BLOCK:
+def _fuses(recipe: Recipe, width: int) -> bool:
+    """Returns whether one kernel activates and quantizes, forward and backward."""
+    if not supports_fp8(recipe) or width % BLOCK:
         return False
-    x = cast(Format, of_a.x)
-    dy = cast(Format, of_h.dy)
-    if x.block is None or dy.block is None:
-        return False
+    x = cast(Format, recipe.x)
+    dy = cast(Format, recipe.dy)
     return (x.scale == "float32") == (dy.scale == "float32")

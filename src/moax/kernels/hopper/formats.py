@@ -49,11 +49,11 @@ class GatheredRows(NamedTuple):
 
 
 def supports_fp8(recipe: Recipe) -> bool:
-    """Returns whether FP8 matmuls take the formats of a recipe: blocks of 128 and 128 x 128, or whole tensors."""
+    """Returns whether FP8 matmuls take the formats of a recipe: blocks of 128, and of weights 128 x 128."""
     if recipe.x is None or recipe.w is None or recipe.dy is None:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
-    return blocks == {None} or (blocks == {BLOCK} and recipe.w.tile == BLOCK)
+    return blocks == {BLOCK} and recipe.w.tile == BLOCK
 
 
 class Blocks(NamedTuple):

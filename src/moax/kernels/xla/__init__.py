@@ -27,19 +27,17 @@ from moax.kernels.scales import dequantize
 from moax.kernels.xla.operands import (
     gather_rows,
     make_weight_operand,
-    quantize,
     quantize_for_matmul,
     quantize_shard,
 )
-from moax.mesh.axes import Names
 from moax.mesh.collectives import vary_like
-from moax.recipe import FULL, Recipe, Recipes, Use
+from moax.recipe import FULL, Recipe, Use
 from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
     "find_groups", "gather_rows", "gather_sum", "make_weight_operand", "matmul", "matmul_activate",
-    "pack_rows", "quantize", "quantize_for_matmul", "quantize_shard", "sorts_and_quantizes",
+    "pack_rows", "quantize_for_matmul", "quantize_shard",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
@@ -51,11 +49,6 @@ STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads
 
 def supports_fp8(recipe: Recipe) -> bool:
     """Returns False: operands are dequantized to the dtype."""
-    return False
-
-
-def sorts_and_quantizes(recipe: Recipe) -> bool:
-    """Returns False: a gather writes the sorted rows."""
     return False
 
 
@@ -249,14 +242,11 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
     return jax.ops.segment_sum(zero_rows(dy, groups.real), groups.index, num_segments=groups.sizes.shape[0])
 
 
-def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
-    amax_over: Names,
-) -> Operand:  # fmt: skip
+def activate(h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups) -> Operand:
     """Returns the Operand of act(h)."""
     with jax.named_scope("activate"):
         a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
-    return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+    return quantize_for_matmul(a, recipe, "x", groups)[0]
 
 
 def activate_grad(
@@ -264,7 +254,7 @@ def activate_grad(
     weights: Float[Array, " N"],
 ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
-    a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, amax_over=()), h)
+    a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups), h)
     with jax.named_scope("activate"):
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
         (d_h,) = pull(scale_rows(d_a, weights, groups))
@@ -272,13 +262,13 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
-    groups: Groups, *, weights: Float[Array, " N"], amax_over: Names,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
+    groups: Groups, *, weights: Float[Array, " N"],
 ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
     """Returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
-    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
+    _, a = quantize_for_matmul(a, recipe, "x", groups)
+    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
 
 
 def plan_matmuls(

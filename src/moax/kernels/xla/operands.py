@@ -18,7 +18,6 @@ from moax.kernels.scales import (
     encode,
     expand_scales,
     flatten_columns,
-    max_of_groups,
     shards_cut_blocks,
     to_scale,
 )
@@ -35,16 +34,16 @@ def gather_rows(
     return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
-def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
+def quantize(x: Array, format: Format, block: Block) -> QArray:
     """Returns the values and scales of x in blocks of any lengths."""
     x = x.astype(jnp.float32)
-    scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
+    scale = to_scale(block_max(x, block), format)
     inverse = expand_scales(1.0 / scale, x.shape, block)
     return QArray(*encode(x, scale, inverse, format), format.dtype, block)
 
 
 def quantize_for_matmul(
-    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (), *,
+    x: Array, recipe: Recipe, role: str, groups: Groups, *,
     gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
     wgrad: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
@@ -61,21 +60,12 @@ def quantize_for_matmul(
         return x, x
     with jax.named_scope("quantize"):
         x = x.astype(jnp.float32)
-        real = zero_rows(x, groups.real)
-        if format.by_group:  # each row carries the scale of its group
-            scale = to_scale(max_of_groups(x, groups), format)[:, None]
-            operand = QArray(*encode(real, scale, 1.0 / scale, format), format.dtype, (1, None))
-            return operand, operand
-        if format.block:
-            amax_over = ()
-        else:
-            x = real  # padding must not enter a scale that all rows share
-        operand = quantize(x, format, format.row_block(2, "fprop"), amax_over)
-        wgrad_operand = quantize(real, format, format.row_block(2, "wgrad"), amax_over)
+        operand = quantize(x, format, format.row_block(2, "fprop"))
+        wgrad_operand = quantize(zero_rows(x, groups.real), format, format.row_block(2, "wgrad"))
         return operand, wgrad_operand
 
 
-def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], amax_over: Names) -> QShard:
+def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names]) -> QShard:
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = cast(Format, recipe.w)
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
@@ -84,11 +74,9 @@ def quantize_shard(w: Array, recipe: Recipe, use: Use, gather: Sequence[Names], 
             scale, inverse = _scale_shared_blocks(flat, w.shape, format, use, gather)
             data, scale = encode(flat, scale, inverse, format)
             return QShard(data.reshape(w.shape), scale)
-        if format.block:
-            amax_over = ()
-        q = quantize(flat, format, format.weight_block(3, use), amax_over)
+        q = quantize(flat, format, format.weight_block(3, use))
         scale = q.scale
-        if format.block and any(gather[2:]):
+        if any(gather[2:]):
             # The scales of gathered columns have the dims of the columns, since no block lies in two shards of the last
             # dim.
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
@@ -108,7 +96,7 @@ def _scale_shared_blocks(flat, shape, format: Format, use: Use, gather: Sequence
     """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
     # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
     # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
-    rows, columns = (n or 1 for n in format.weight_block(3, use)[1:])
+    _, rows, columns = format.weight_block(3, use)
     whole = [n * lax.axis_size(names) for n, names in zip(shape, gather, strict=True)]
     starts = [lax.axis_index(names).astype(jnp.int32) * n for n, names in zip(shape, gather, strict=True)]
     column = jnp.zeros((1,), jnp.int32)

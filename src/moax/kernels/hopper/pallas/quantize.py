@@ -6,7 +6,7 @@
 FP8 matmuls take K-major operands alone, so these kernels also transpose an operand whose rows a matmul contracts. A
 kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
 1 x 128 blocks, and transposed for 128 x 1 blocks. With `gather_idx` a kernel gathers the rows as it loads them. As in
-`moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
+`moax.kernels.scales`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
 scale 1.
 """
 
@@ -35,7 +35,6 @@ from moax.recipe import Format
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks | None, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), rows: bool = True, columns: bool = True,
-    scale: Float[Array, " B"] | None = None,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
@@ -47,7 +46,6 @@ def quantize_rows(
         padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
-      scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
@@ -67,21 +65,17 @@ def quantize_rows(
     if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
     padded = align_up(width, BLOCK)
-    scale_shapes = {}
     data = {}
+    scales = {}
     if rows:
-        scale_shapes["rows"] = (padded // BLOCK, size)
+        scales["rows"] = jax.ShapeDtypeStruct((padded // BLOCK, size), jnp.float32)
         data["rows"] = jax.ShapeDtypeStruct((size, x.shape[1]), DTYPES[format.dtype])
     if columns:
-        scale_shapes["columns"] = (size // BLOCK, padded)
+        scales["columns"] = jax.ShapeDtypeStruct((size // BLOCK, padded), jnp.float32)
         data["columns"] = jax.ShapeDtypeStruct((x.shape[1], size), DTYPES[format.dtype])
-    scales = {}
-    if scale is None:
-        scales = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in scale_shapes.items()}
+    directions = tuple(data)
 
-    def quantize_rows(
-        x, gather_idx, starts, counts, fixed_scales, data, scales, *, tile, buffers, loaded, met,
-    ):  # fmt: skip
+    def quantize_rows(x, gather_idx, starts, counts, data, scales, *, tile, buffers, loaded, met):
         block = lax.axis_index("i")
         j = lax.axis_index("j")
 
@@ -94,21 +88,18 @@ def quantize_rows(
                 gather_tile(x, gather_idx, i * BLOCK, j * BLOCK, tile, loaded, alike)
             if counts is not None and gather_idx is None:
                 zero_tail([tile], counts[block], (0, 1), met)
-            fixed = None
-            if fixed_scales is not None:
-                fixed = fixed_scales[0 if fixed_scales.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             sliced = gather_idx is None
-            for n, (name, half) in enumerate(itertools.product(scale_shapes, (0, 1))):
+            for n, (name, half) in enumerate(itertools.product(directions, (0, 1))):
                 if name == "rows":
                     value = rows_of(tile, half, optimized=sliced)
                     row, column = i, j
                 else:
                     value = columns_of(tile, half, sliced)
                     row, column = j, i
-                target = Target(data[name], scales.get(name), buffers[n // 2])
+                target = Target(data[name], scales[name], buffers[n // 2])
                 row = row * BLOCK + half * HALF
-                put(value, target, row, column, 0, format, fixed, wait=n > 0)
+                put(value, target, row, column, 0, format, wait=n > 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid = dict(i=size // BLOCK, j=padded // BLOCK)
@@ -118,9 +109,7 @@ def quantize_rows(
     if blocks is not None:
         starts = blocks.start
         counts = blocks.rows
-    data, scales = run(x, gather_idx, starts, counts, scale)
-    if scale is not None:
-        scales = _broadcast_scale(scale, scale_shapes)
+    data, scales = run(x, gather_idx, starts, counts)
     by_rows = by_columns = None
     if rows:
         by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
@@ -129,25 +118,14 @@ def quantize_rows(
     return by_rows, by_columns
 
 
-def _broadcast_scale(scale, shapes: dict) -> dict:
-    """Returns the scales of these shapes where each tensor, or each 128 rows, has one scale."""
-    of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
-    scales = {"rows": of_rows, "columns": scale[:, None]}
-    return {name: jnp.broadcast_to(scales[name], shape) for name, shape in shapes.items()}
-
-
 @with_vma_of_inputs
-def quantize_weight(
-    w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool,
-    scale: Float[Array, " E"] | None = None,
-) -> KMajorFp8:  # fmt: skip
+def quantize_weight(w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool) -> KMajorFp8:
     """Quantizes weights in 128 x 128 blocks, as they lie or transposed.
 
     Args:
       w: [E, R, C] bf16 or f32, R and C multiples of 16.
       format: see `quantize_rows`.
       transposed: whether the result is transposed.
-      scale: [E] f32, the scale of each matrix; None computes a scale for each block.
 
     Returns:
       data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]; transposed, data [E, C, R] and scales like it.
@@ -160,7 +138,7 @@ def quantize_weight(
     source = _pad(_pad(w, 1), 2)
     grid = dict(e=experts, i=-(-rows // BLOCK), j=-(-width // BLOCK))
 
-    def quantize_weight(w, fixed_scales, data, scales, *, tile, buffers, loaded, met, peaks):
+    def quantize_weight(w, data, scales, *, tile, buffers, loaded, met, peaks):
         e, i, j = (lax.axis_index(name) for name in "eij")
         load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
         row, column = i, j
@@ -168,21 +146,18 @@ def quantize_weight(
         if transposed:
             row, column = j, i
             read = columns_of
-        if fixed_scales is None:
-            for half in (0, 1):
-                peak = to_scale(amax(rows_of(tile, half)), format, of_zero=0.0)
-                peaks[pl.ds(half * HALF, HALF)] = peak
-            meet(met)
-            # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
-            peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
-            fixed = jnp.where(peak > 0.0, peak, 1.0)
-            scales[e, row, column] = fixed
-        else:
-            fixed = fixed_scales[e]
+        for half in (0, 1):
+            peak = to_scale(amax(rows_of(tile, half)), format, of_zero=0.0)
+            peaks[pl.ds(half * HALF, HALF)] = peak
+        meet(met)
+        # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
+        peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
+        scale = jnp.where(peak > 0.0, peak, 1.0)
+        scales[e, row, column] = scale
         for half in (0, 1):
             value = read(tile, half)
             target = Target(data.at[e], None, buffers[0])
-            put(value, target, row * BLOCK + half * HALF, column, 0, format, fixed, wait=half > 0)
+            put(value, target, row * BLOCK + half * HALF, column, 0, format, scale, wait=half > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     order = -1 if transposed else 1
@@ -192,13 +167,7 @@ def quantize_weight(
     data = jax.ShapeDtypeStruct((experts, *dims[::order]), DTYPES[format.dtype])
     scales = jax.ShapeDtypeStruct((experts, *blocks[::order]), jnp.float32)
     scratch = _scratch(source, [data]) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
-    if scale is None:
-        run = launch(quantize_weight, (data, scales), grid, scratch)
-        data, scales = run(source, None)
-    else:
-        run = launch(quantize_weight, (data, None), grid, scratch)
-        data, _ = run(source, scale)
-        scales = jnp.broadcast_to(scale[:, None, None], scales.shape)
+    data, scales = launch(quantize_weight, (data, scales), grid, scratch)(source)
     return KMajorFp8(data[:, :rows, :width], scales)
 
 
