@@ -448,11 +448,9 @@ WITHOUT_HOPPER = (
     "tests/ops/test_permute.py::test_round_trip",
     "tests/ops/test_exchange.py::test_one_device",
     "tests/ops/test_activation.py::test_values_and_derivatives",
-    "tests/ops/test_grouped_matmul.py::test_wgrad_recipes",
     "tests/ops/test_dense.py::test_batches",
     "tests/mesh/test_partition.py::test_auto_axes",
     "tests/block/test_moe_behaviour.py::test_everything_on_one_expert_drops_nothing",
-    "tests/block/test_quantized.py::test_quantized_wire",
     "tests/block/test_kept.py::test_bits_are_those_of_a_block_that_quantizes[2x4-custom_partitioning-fp8_block-experts]",
     "tests/block/test_lora.py::test_is_the_merged_block[2x4-custom_partitioning-True-config0-options0]",
 )
