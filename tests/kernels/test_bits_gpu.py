@@ -40,8 +40,8 @@ HOW = [
 ]
 ON_ONE = [("1x1", "all_gather")]
 SHORT = [
-    *itertools.product(ON_ONE, (HOW[2], HOW[5])),
-    *zip(ON_TWO, (HOW[3], HOW[0], HOW[5]), strict=True),
+    *itertools.product(ON_ONE, (HOW[2], HOW[4])),
+    *zip(ON_TWO, (HOW[3], HOW[0], HOW[4]), strict=True),
 ]
 CONFIG = moax.MoEConfig(512, 768, 16, 3, router=moax.RouterConfig(aux_loss=1e-2))
 

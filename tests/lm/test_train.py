@@ -404,7 +404,7 @@ def test_grouped_heads():
     )
     x = draw.normal(size=(2, 16, 32)).astype(np.float32)
     got, want = (
-        lm._attention(x, dataclasses.replace(layer, wqkv=w), lm._rotation(16, 6), heads, (jnp.dot, jnp.dot), "xla")
+        lm._attention(x, dataclasses.replace(layer, wqkv=w), lm._rotation(16, 6), heads, jnp.dot, "xla")
         for w, heads in ((layer.wqkv, grouped.heads), (repeated, (4, 4, 6)))
     )
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
