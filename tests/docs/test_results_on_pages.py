@@ -107,6 +107,46 @@ def test_the_step_with_one_microbatch_is_committed():
     assert sentence.replace("%", " %") in page
 
 
+def test_one_microbatch_on_the_other_meshes_is_committed():
+    """Breaks if the page on MaxText shows another number of one microbatch on fsdp 4 or expert 4 than was measured."""
+    page = " ".join(PAGE.split())
+    labels = {"fsdp=4": "(4, 1)", "expert=4": "(1, 4)"}
+    steps = {}
+    for row in read_rows("x4_trainer_single_axes.json"):
+        mesh = row["case"].split()[1]
+        way = f"moax, `{row['recipe']}`"
+        if row["impl"] != "moax":
+            way = "MaxText, tokamax, bf16, `-ring`"
+        assert f"| {labels[mesh]} {way} | {format_cells(row)} |" in PAGE
+        steps[mesh, way] = row
+    times = {key: row["us"] for key, row in steps.items()}
+    bf16 = "moax, `none`"
+    fp8 = "moax, `fp8_block`"
+    factor = times["fsdp=4", bf16] / times["fsdp=4", fp8]
+    assert f"which sends half of these bytes, is {factor:.2f} times as fast as bf16" in page
+    theirs = times["expert=4", "MaxText, tokamax, bf16, `-ring`"]
+    factors = [f"{theirs / times['expert=4', way]:.2f}" for way in (bf16, fp8)]
+    assert f"MaxText's step takes {factors[0]} times moax's in bf16 and {factors[1]} times in FP8. There" in page
+    ours = steps["expert=4", bf16]
+    idle = ours["us"] / 1e3 - ours["extra"]["compute_ms"] - ours["extra"]["exposed_ms"]
+    assert f"There {idle:.0f} ms of moax's step are neither compute nor wire" in page
+
+
+def test_an_uneven_load_is_committed():
+    """Breaks if the page on memory shows another time of an uneven load than was measured."""
+    page = " ".join((ROOT / "docs/how-to/remat.md").read_text().split())
+    rows = {
+        (row["extra"]["imbalance"], row["extra"]["buffer_factor"]): row for row in read_rows("h200x2_imbalance.json")
+    }
+    limited, whole = ([f"{rows[load, factor]['us'] / 1e3:.2f}" for load in (1.0, 1.5, 2.0)] for factor in (1.25, None))
+    assert f"takes {limited[0]} ms on two H200s at the balanced load, {limited[1]} ms when" in page
+    assert (
+        f"and {limited[2]} ms at twice the load. With `None` it takes {whole[0]}, {whole[1]} and {whole[2]} ms" in page
+    )
+    saved = [round(rows[1.0, factor]["extra"]["saved_bytes"] / 1e6) for factor in (None, 1.25)]
+    assert f"keeps {saved[0]} MB for backward in place of {saved[1]}" in page
+
+
 def test_the_language_model_on_four_gpus_is_committed():
     """Breaks if the page shows another step of `lm/` on four GPUs, or on one of them, than was measured."""
     steps = {}
