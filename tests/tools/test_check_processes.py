@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
+import processes
 import pytest
-from check_processes import differ
+from check_processes import Run, differ, finish
 
 from support import ROOT
 from support.gpus import alone
@@ -26,6 +28,18 @@ def test_comparison():
     ):
         assert differ(other, y) and differ(y, other)
     assert not differ(count, count) and differ(np.int32(513), count)
+
+
+def test_the_outputs_of_all_processes_are_shown(tmp_path):
+    """Breaks if the output of a process is lost where another one fails, or its progress where the output is long."""
+    runs = []
+    for case, program in enumerate(("print('lowered', 'x' * 5000)", "raise SystemExit('the reason')")):
+        folder = tmp_path / str(case)
+        runs.append(Run(case, folder, processes.start(folder, ["-c", program], processes=1, devices=None)))
+    with pytest.raises(SystemExit) as error:
+        finish(runs, time.monotonic() + 60)
+    output = str(error.value)
+    assert "code 0:\nlowered x" in output and "code 1:\nthe reason" in output and len(output) < 3000
 
 
 @pytest.mark.more
