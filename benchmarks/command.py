@@ -17,7 +17,7 @@ from benchmarks.report import Row
 from benchmarks.timing import Repeats
 from benchmarks.wires import scatter, wire
 from lm import program
-from lm.program import factor, mesh_of
+from lm.program import factor_or_auto, mesh_of
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS
@@ -101,7 +101,7 @@ def how_of(
     peers: tuple[str, ...] = (),
 ) -> block.How:
     """Returns how blocks run; `recipes` are those of a run that names none."""
-    if math.isinf(args.buffer_factor):
+    if args.buffer_factor == math.inf:
         buffer_factor = None
     else:
         buffer_factor = args.buffer_factor
@@ -229,9 +229,9 @@ def parser() -> argparse.ArgumentParser:
     add("overlap", "compile with moax.OVERLAP_OPTIONS", action="store_true")
     add(
         "buffer-factor",
-        "the argument of moax.moe, 1.25 without it; none: the worst case",
-        type=factor,
-        default=1.25,
+        "the argument of moax.moe, auto without it, with imbalance 1.25; none: the worst case",
+        type=factor_or_auto,
+        default="auto",
         metavar="X",
     )
     add("quick", "fewer repeats, and fewer tiles of peers", action="store_true")

@@ -137,7 +137,7 @@ def override(base: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     if chosen.get("recipe") == "none":
         chosen["recipe"] = None
     for name in ("capacity_factor", "buffer_factor"):
-        if math.isinf(chosen.get(name, 0)):
+        if chosen.get(name) == math.inf:
             chosen[name] = None
     model = {f.name: chosen[f.name] for f in dataclasses.fields(ModelConfig) if f.name in chosen}
     run = {f.name: chosen[f.name] for f in dataclasses.fields(TrainConfig) if f.name in chosen}

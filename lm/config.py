@@ -9,11 +9,13 @@ from typing import Any, Literal
 import jax
 
 import moax
-from lm.program import factor, mesh_of
+from lm.program import factor, factor_or_auto, mesh_of
 from moax import MoEConfig, RouterConfig
 
 VOCAB = 256
 AUX_COEFFICIENT = 0.01
+# What `buffer_factor="auto"` is where a step may need several rounds; see `moax.Options`.
+LIMITED_FACTOR = 1.25
 OPTIONS = ("recipe", "exchange", "engine", "buffer_factor", "grad_reduce_dtype")
 
 
@@ -213,10 +215,11 @@ class TrainConfig:
         "none",
         choices=("none", "full", "moe"),
     )
-    buffer_factor: float | None = setting(
-        "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case",
-        1.25,
-        type=factor,
+    buffer_factor: float | Literal["auto"] | None = setting(
+        "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case; "
+        "auto: none with at most two ranks of ep, else 1.25",
+        "auto",
+        type=factor_or_auto,
         metavar="X",
     )
     grad_reduce_dtype: str | None = setting(

@@ -85,8 +85,13 @@ def emulate(count: int) -> None:
 
 
 def factor(text: str) -> float:
-    """Parses the value of --capacity-factor and --buffer-factor for argparse: `none` is infinite."""
+    """Parses the value of --capacity-factor for argparse: `none` is infinite."""
     return math.inf if text == "none" else float(text)
+
+
+def factor_or_auto(text: str) -> float | str:
+    """Parses the value of --buffer-factor for argparse: `none` is infinite, and `auto` stays."""
+    return text if text == "auto" else factor(text)
 
 
 def mesh_of(text: str) -> Sizes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import jax
 import numpy as np
 
-from lm.config import TrainConfig, mesh_over_devices
+from lm.config import LIMITED_FACTOR, TrainConfig, mesh_over_devices
 from lm.data import Corpus
 from lm.model import AXES, count, pick_attention
 from lm.processes import is_first
@@ -120,10 +120,10 @@ def finish(result: Result, report: Report | None = None) -> list[str]:
         text.append(f"dropped         {dropped} of all (token, expert) pairs")
         rounds = max(row["rounds"] for row in steps)
         if rounds > 1 and config.buffer_factor is not None:
+            factor = LIMITED_FACTOR if config.buffer_factor == "auto" else config.buffer_factor
             text.append(
                 f"rounds          up to {rounds} in a step over the buffers of the experts; --buffer-factor "
-                f"{config.buffer_factor * rounds:g} (now {config.buffer_factor:g}) makes one, in {rounds} times their "
-                "memory"
+                f"{factor * rounds:g} (now {factor:g}) makes one, in {rounds} times their memory"
             )
     return text + gathers + [f"curves          {result.run.curves}"] * bool(steps)
 

@@ -29,6 +29,7 @@ from benchmarks.cases import slice_of
 from benchmarks.report import OURS, Row
 from benchmarks.timing import Repeats
 from moax import MoEConfig
+from moax.config import BufferFactor
 from moax.kernels.device import find_device
 from moax.mesh.axes import ROLES
 from moax.models import MODELS
@@ -80,7 +81,7 @@ class How:
     exchange: str = "auto"
     overlap: bool = False
     peers: tuple[str, ...] = ()
-    buffer_factor: float | None = 1.25
+    buffer_factor: BufferFactor = "auto"
 
     def __str__(self) -> str:
         return "".join(f",{name}={size}" for name, size in self.mesh).replace(",", " ", 1)

@@ -113,9 +113,10 @@ def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero:
     A float that `positive` names is above 0, and an int that `zero` names may be 0. A field that may be of several
     classes is not checked. A message begins with `owner`.
     """
-    for field, (kind, optional) in _kinds(type(config)).items():
+    for field, (kind, names) in _kinds(type(config)).items():
         value = getattr(config, field)
-        if kind is None or (value is None and optional):
+        is_name = value is None or isinstance(value, str)
+        if kind is None or (is_name and value in names):
             continue
         above = 0 if field in positive else None
         least = 0 if field in zero else None
@@ -125,10 +126,15 @@ def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero:
 
 
 class FieldKind(NamedTuple):
-    """The kind of a field for `check_value`, None where the field has several, and whether the field may be None."""
+    """The kind of a field for `check_value`, None where the field has several, and what else the field may be.
+
+    Attributes:
+      kind: float for `float | Literal["auto"] | None`, and ("on", "off") for `Literal["on", "off"]`.
+      names: the names that the field may have, and None where it may be None.
+    """
 
     kind: Any
-    optional: bool
+    names: tuple[str | None, ...]
 
 
 @functools.cache
@@ -142,15 +148,20 @@ def _kinds(cls: type) -> dict[str, FieldKind]:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             alternatives = typing.get_args(hint)
         kinds = []
+        names = []
         for alternative in alternatives:
             if typing.get_origin(alternative) is Literal:
-                kinds.append(typing.get_args(alternative))
-            elif alternative is not type(None):
+                names.extend(typing.get_args(alternative))
+            elif alternative is type(None):
+                names.append(None)
+            else:
                 kinds.append(alternative)
+        if not kinds:
+            kinds.append(tuple(name for name in names if name is not None))
         kind = None
         if len(kinds) == 1:
             (kind,) = kinds
-        kind_of_field[field.name] = FieldKind(kind, optional=type(None) in alternatives)
+        kind_of_field[field.name] = FieldKind(kind, tuple(names))
     return kind_of_field
 
 

@@ -21,6 +21,9 @@ from moax.mesh.specs import Engine
 from moax.recipe import Recipe, get_recipe
 from moax.types import Routing, exportable
 
+BufferFactor = float | Literal["auto"] | None
+LIMITED_FACTOR = 1.25  # what `buffer_factor="auto"` is with more than two ranks of ep
+
 
 @suggest_fields
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,8 @@ class Options:
       buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
         step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
         `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
-        the worst case, and None allocates it. `capacity_factor` bounds the rows that the exchange moves
+        the worst case, and None allocates it. `auto` is None where ep has at most two ranks, whose worst case is twice
+        the balanced load, and 1.25 where it has more. `capacity_factor` bounds the rows that the exchange moves
         already, in one round.
       save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
         them again, which takes less memory. None keeps them but where ep has size 1 and one kernel gathers and
@@ -215,7 +219,7 @@ class Options:
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
-    buffer_factor: float | None = 1.25
+    buffer_factor: BufferFactor = "auto"
     save_rows: bool | None = None
     grad_reduce_dtype: DTypeLike | None = None
 
@@ -241,7 +245,7 @@ class OptionKeywords(TypedDict, total=False):
     exchange: str
     kernels: str
     engine: Engine
-    buffer_factor: float | None
+    buffer_factor: BufferFactor
     save_rows: bool | None
     grad_reduce_dtype: DTypeLike | None
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.moe import CallKeywords
-from moax.config import MoEConfig, MoEStats, Options
+from moax.config import BufferFactor, MoEConfig, MoEStats, Options
 from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
@@ -80,7 +80,7 @@ class MoEBlock(MoELayer, nn.Module):
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
-    buffer_factor: float | None = 1.25
+    buffer_factor: BufferFactor = "auto"
     save_rows: bool | None = None
     grad_reduce_dtype: jax.typing.DTypeLike | None = None
     dtype: jax.typing.DTypeLike | None = None

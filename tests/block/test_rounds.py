@@ -176,6 +176,16 @@ def test_a_worst_case_that_fits_compiles_no_loop():
         assert "while[" not in str(jax.make_jaxpr(lambda x, f=factor: moax.moe(x, params, BASE, buffer_factor=f))(x))
 
 
+@pytest.mark.parametrize(("mesh", "loops"), [("4x2", False), ("2x4", True)])
+def test_two_ranks_have_no_loop(mesh, loops):
+    """Breaks if two ranks of ep pay for a loop of overflow rounds by default, or four allot the worst case."""
+    mesh = make_mesh(mesh)
+    x = make_x(BASE, 1024)
+    with jax.set_mesh(mesh):
+        program = str(jax.make_jaxpr(lambda x: moax.moe(x, make_params(BASE), BASE)[0])(x))
+    assert ("while[" in program) == loops
+
+
 @pytest.mark.more
 def test_without_biases():
     """Breaks if what a config leaves out has a gradient to sum."""

@@ -23,6 +23,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
 import moax
+from lm import config as lm_config
 from lm import data, plots, report
 from lm import model as lm
 from lm import run as runs
@@ -174,6 +175,7 @@ def test_report(whole, tmp_path):
         again.log(**row | {"rounds": 4})
     said = report.finish(dataclasses.replace(whole, run=again))
     assert "--buffer-factor 5 (now 1.25) makes one" in "\n".join(said)
+    assert lm_config.LIMITED_FACTOR == moax.config.LIMITED_FACTOR
 
 
 def test_config_survives_json(config):

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from moax.config import MoEConfig, Options
+from moax.config import LIMITED_FACTOR, BufferFactor, MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import implementation, select_kernels
@@ -42,6 +42,9 @@ LATER_ROWS = 9
 # Nobody has measured more ranks.
 SLOT_COST = 1.7
 MEASURED_RANKS = 4
+# With at most so many ranks `buffer_factor="auto"` allots the worst case, which needs no loop of overflow rounds. Two
+# H200s were faster with it.
+WHOLE_RANKS = 2
 
 
 class Round(NamedTuple):
@@ -126,13 +129,14 @@ def make_plan(
     _, gathers_dy = local.choose_rows(recipe, "dy", config.d_rows, d_ff)
 
     ranks = axes.size(ep)
+    buffer_factor = choose_buffer_factor(options.buffer_factor, ranks)
     slots, all_slots = allot_slots(
         tokens,
         config.top_k,
         ranks,
         config.num_experts,
         config.capacity_factor,
-        options.buffer_factor,
+        buffer_factor,
     )
     transport = find_transport(options.exchange)
     if options.exchange == "auto":
@@ -146,7 +150,7 @@ def make_plan(
         num_experts=config.num_experts,
         capacity=all_slots,
     )
-    rounds = size_rounds(config, exchange, kernels, align, options.buffer_factor)
+    rounds = size_rounds(config, exchange, kernels, align, buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
     must_keep = bool(ep) or frozen
@@ -180,6 +184,13 @@ def make_plan(
         gathers_x=gathers_x,
         gathers_dy=gathers_dy,
     )
+
+
+def choose_buffer_factor(wanted: BufferFactor, ranks: int) -> float | None:
+    """Returns the buffer factor for so many ranks of ep, where `auto` stands for one of two."""
+    if wanted != "auto":
+        return wanted
+    return None if ranks <= WHOLE_RANKS else LIMITED_FACTOR
 
 
 def size_rounds(
