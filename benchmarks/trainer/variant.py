@@ -92,7 +92,9 @@ class Variant:
     def start(self, compile_only: bool = False, resident: bool = False) -> subprocess.Popen:
         """Starts the process, which imports and then waits for a line; a resident one waits again when it compiled."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        ours = dict(recipe=self.way.recipe) if self.way.name == OURS else None
+        ours = None
+        if self.way.name == OURS:
+            ours = dict(recipe=self.way.recipe, buffer_factor=self.way.buffer_factor)
         result = str(self.folder / "result.json")
         job = dict(
             argv=self.argv,

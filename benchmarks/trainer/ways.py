@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from benchmarks.report import OURS
+from moax.config import BufferFactor
 
 MICROBATCHES = 4  # the microbatches of a step that the name of a case does not tell
 SYNTHETIC = "synthetic"
@@ -97,6 +98,7 @@ class Way:
       note: what a reader must know of the row.
       rank: the ways of rank 0 of all cases are measured before those of rank 1.
       overlap: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
+      buffer_factor: moax's option; None is the worst case, whose step has no loop of overflow rounds.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Way:
     note: str = ""
     rank: int = 0
     overlap: bool = False
+    buffer_factor: BufferFactor = "auto"
 
     @property
     def label(self) -> str:
@@ -113,6 +116,8 @@ class Way:
         recipe = self.recipe or "none"
         if self.kept:
             return f"{recipe}+{self.kept}"
+        if self.buffer_factor is None:
+            return f"{recipe}+whole"
         return recipe
 
 
@@ -120,6 +125,7 @@ TOKAMAX = "sparse_matmul=True use_tokamax_gmm=True"
 RAGGED_DOT = "sparse_matmul=True use_tokamax_gmm=False"
 CAST = "weights cast to bfloat16 once a step"
 DROPS = "drops what finds no room"
+WHOLE = "buffers of the worst case"
 CAPACITY = Way("maxtext-capacity1.25", "sparse_matmul=False capacity_factor=1.25", note=DROPS)
 # The ways of one GPU.
 WAYS = (
@@ -190,6 +196,8 @@ def _on_mesh(mesh: Mesh) -> Iterator[Way]:
         yield Way(OURS, layout, recipe="fp8_block", kept="gathered", note=note, overlap=overlap)
     yield Way(OURS, layout, rank=1, overlap=overlap)
     yield Way(OURS, layout, recipe="fp8_block", rank=1, overlap=overlap)
+    if mesh.expert > 1:
+        yield Way(OURS, layout, buffer_factor=None, note=WHOLE, rank=1, overlap=overlap)
     yield dataclasses.replace(CAPACITY, rank=1)
     for name, settings in choices.items():
         note = ", ".join(filter(None, ("compiled with moax.OVERLAP_OPTIONS", NOTES.get(name))))
