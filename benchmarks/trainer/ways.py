@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from benchmarks.report import OURS
+from moax.block.plan import WHOLE_RANKS
 from moax.config import BufferFactor
 
 MICROBATCHES = 4  # the microbatches of a step that the name of a case does not tell
@@ -112,13 +113,13 @@ class Way:
 
     @property
     def label(self) -> str:
-        """The recipe as a row names it."""
-        recipe = self.recipe or "none"
+        """The recipe as a row and the command of `moax.adapters.maxtext` name it."""
+        label = self.recipe or "none"
         if self.kept:
-            return f"{recipe}+{self.kept}"
+            label += f"+{self.kept}"
         if self.buffer_factor is None:
-            return f"{recipe}+whole"
-        return recipe
+            label += "+whole"
+        return label
 
 
 TOKAMAX = "sparse_matmul=True use_tokamax_gmm=True"
@@ -196,7 +197,7 @@ def _on_mesh(mesh: Mesh) -> Iterator[Way]:
         yield Way(OURS, layout, recipe="fp8_block", kept="gathered", note=note, overlap=overlap)
     yield Way(OURS, layout, rank=1, overlap=overlap)
     yield Way(OURS, layout, recipe="fp8_block", rank=1, overlap=overlap)
-    if mesh.expert > 1:
+    if mesh.expert > WHOLE_RANKS:
         yield Way(OURS, layout, buffer_factor=None, note=WHOLE, rank=1, overlap=overlap)
     yield dataclasses.replace(CAPACITY, rank=1)
     for name, settings in choices.items():

@@ -319,6 +319,7 @@ def benchmark_table() -> list[str]:
         ("x4_trainer_ways.json", "MaxText", "four GPUs"),
         ("x4_trainer_single.json", "MaxText", "four GPUs"),
         ("x4_trainer_single_axes.json", "MaxText", "four GPUs"),
+        ("x4_trainer_loops.json", "MaxText", "four GPUs"),
         ("h100_trainer.json", "MaxText", "one GPU"),
         ("h100_trainer_ways.json", "MaxText, all its ways", "one GPU"),
         ("x4_train.json", "`lm/`", "four GPUs"),
@@ -427,9 +428,10 @@ def test_times_of_layers_in_a_scan_are_committed():
         rows = read_layers(name)
         for tokens, (impl, recipe, label) in itertools.product(sizes, ways):
             assert f"| {tokens}, {label} | {' | '.join(cells_of(rows, (impl, recipe), tokens, fsdp))} |" in page
-    rows = read_layers("h200x2_overlap_channels.json")
-    for impl, recipe, label in ways[:2]:
-        assert f"| 8192, {label} | {' | '.join(cells_of(rows, (impl, recipe), 8192, 2))} |" in page
+    for name, fsdp in (("x4_overlap_gathers.json", 4), ("h200x2_overlap_channels.json", 2)):
+        rows = read_layers(name)
+        for impl, recipe, label in ways[:2]:
+            assert f"| 8192, {label} | {' | '.join(cells_of(rows, (impl, recipe), 8192, fsdp))} |" in page
     said = [
         (*way, 16384, 4, 1, way[0] == "moax") for way in (("moax", "fp8_block"), ("moax", "none"), ("fsdp2", "none"))
     ]

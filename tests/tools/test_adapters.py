@@ -132,12 +132,12 @@ def test_adapters_import_no_framework():
 @pytest.mark.parametrize(
     "word, arm",
     [
-        ("none", (None, None)),
-        ("fp8_block", ("fp8_block", None)),
-        ("fp8_block+kept", ("fp8_block", "kept")),
-        ("none+kept", (None, "kept")),
-        ("fp8_block+gathered", ("fp8_block", "gathered")),
-        ("none+gathered", (None, "gathered")),
+        ("none", (None, None, "auto")),
+        ("fp8_block", ("fp8_block", None, "auto")),
+        ("fp8_block+kept", ("fp8_block", "kept", "auto")),
+        ("none+gathered", (None, "gathered", "auto")),
+        ("none+whole", (None, None, None)),
+        ("fp8_block+kept+whole", ("fp8_block", "kept", None)),
     ],
 )
 def test_the_first_word_is_an_arm(word, arm):
@@ -147,11 +147,11 @@ def test_the_first_word_is_an_arm(word, arm):
 def test_the_benchmark_spells_an_arm_like_the_command():
     """Breaks if a row of the benchmark has a name that the command does not take."""
     text = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
-    arms = set(re.findall(r"`(\w+\+(?:kept|gathered))`", text)) | set(
+    arms = set(re.findall(r"`(\w+\+(?:kept|gathered|whole))`", text)) | set(
         re.findall(r"-m moax\.adapters\.maxtext (\S+)", text)
     )
     kept = {f"{recipe}+{how}" for recipe in ("none", "fp8_block") for how in ("kept", "gathered")}
-    assert kept | {"fp8_block", "none"} <= arms
+    assert kept | {"fp8_block", "none", "none+whole"} <= arms
     for arm in arms:
         maxtext.read_arm(arm)
 

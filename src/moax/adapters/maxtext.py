@@ -5,8 +5,8 @@
 is MaxText's training command with moax's block. The first word is the name of a recipe, or `none`; MaxText reads the
 other words. `fp8_block+kept` also quantizes the weights once a step, for all microbatches of
 `gradient_accumulation_steps`, and `none+kept` casts them once. `fp8_block+gathered` and `none+gathered` also gather
-them over fsdp once a step, so that each GPU holds its experts whole. A program of your own calls `install` before it
-trains.
+them over fsdp once a step, so that each GPU holds its experts whole. `+whole` behind one of these words is
+`buffer_factor=None` of `moax.Options`. A program of your own calls `install` before it trains.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -26,7 +27,7 @@ from moax.activations import Activation
 from moax.adapters.versions import check_version
 from moax.block.moe import moe, quantize_params
 from moax.checks import Unsupported
-from moax.config import MoEConfig, OptionKeywords, Options, RouterConfig, replace_options
+from moax.config import BufferFactor, MoEConfig, OptionKeywords, Options, RouterConfig, replace_options
 from moax.mesh.axes import Axes
 from moax.ops.balance import update_router_bias
 from moax.params import MoEParams
@@ -46,7 +47,7 @@ AXES_BY_EXPERTS = dataclasses.replace(AXES, fsdp_dim="experts")
 USAGE = f"""usage: python -m moax.adapters.maxtext RECIPE base.yml [setting=value ...]
 
 RECIPE is none, {", ".join(RECIPES)}, or one of them with +kept, which quantizes the weights once a step, or with
-+gathered, which also gathers them once a step.
++gathered, which also gathers them once a step. A last +whole gives the buffers the rows of the worst routing.
 MaxText's command reads the other words: see `python -m maxtext.trainers.pre_train.train`."""
 # MaxText routes by groups, and by a bias that steers the choice alone, where the name of the model begins so.
 GROUPED_MODELS = ("deepseek3", "deepseek4", "kimi-k2")
@@ -55,17 +56,18 @@ OTHER_ROUTERS = ("llama4", "gemma4", "deepseek4")
 
 
 class Arm(NamedTuple):
-    """The first word of the command: the recipe, and how the weights are kept for a step; see `install`."""
+    """The first word of the command: the recipe, how the weights are kept for a step, and the factor of the buffers."""
 
     recipe: str | None
     kept: Kept | None
+    buffer_factor: BufferFactor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs MaxText's training command with moax's block.
 
     Args:
-      argv: the recipe, as `fp8_block`, `none`, `fp8_block+kept` or `fp8_block+gathered`, then the words of MaxText's
+      argv: the recipe, as `fp8_block`, `none`, `fp8_block+kept` or `fp8_block+whole`, then the words of MaxText's
         command. None means `sys.argv` without the program.
 
     Raises:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_version("maxtext")
     except (ValueError, ModuleNotFoundError, Unsupported) as error:
         sys.exit(f"moax: {error}")
-    install(recipe=arm.recipe, kept=arm.kept)
+    install(**arm._asdict())
 
     from absl import app
     from maxtext.trainers.pre_train import train
@@ -91,21 +93,24 @@ def read_arm(word: str) -> Arm:
     """Returns what the first word of the command says.
 
     Args:
-      word: the name of a recipe or `none`, which may end in `+kept` or `+gathered`.
+      word: the name of a recipe or `none`, then `+kept` or `+gathered` or neither, then `+whole` or nothing.
 
     Raises:
       ValueError: no recipe has the name.
     """
+    factors: dict[str, BufferFactor] = {"": "auto", "+whole": None}
     arms = {}
-    for recipe in (None, *RECIPES):
+    for recipe, choice, (whole, factor) in itertools.product((None, *RECIPES), (None, *KEPT), factors.items()):
         name = recipe or "none"
-        arms[name] = Arm(recipe, None)
-        for choice in KEPT:
-            arms[f"{name}+{choice}"] = Arm(recipe, choice)
+        if choice is not None:
+            name += f"+{choice}"
+        arms[name + whole] = Arm(recipe, choice, factor)
     if word not in arms:
         names = ", ".join(["none", *RECIPES])
         suffixes = " or ".join(f"+{choice}" for choice in KEPT)
-        raise ValueError(f"the recipe {word!r} must be one of {names}, or one of them with {suffixes}")
+        raise ValueError(
+            f"the recipe {word!r} must be one of {names}, or one of them with {suffixes}, and with +whole behind these"
+        )
     return arms[word]
 
 
