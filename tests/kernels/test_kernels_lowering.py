@@ -52,8 +52,6 @@ def others():
         for i in range(3):
             x = ((512, width), dtype)
             yield f"quantize_rows {x} {i}", functools.partial(rows, **fewer[i]), (x, ((3,), I32))
-            if i == 0:
-                yield f"quantize_rows {x} alone", lambda x: quantize.quantize_rows(x, None), (x,)
             if i < 2:
                 fn = functools.partial(quantize.quantize_weight, **weight[i])
                 yield f"quantize_weight {width} {dtype.__name__} {i}", fn, (((2, width, 2880), dtype),)

@@ -119,11 +119,13 @@ def test_one_direction(columns, gathered):
     """Outputs that change places where only one of the two is asked for."""
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
     source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
-    both = interpret(lambda x: quantize_rows(x, None, gather_idx=source), x)
-    one = interpret(
-        lambda x: quantize_rows(x, None, gather_idx=source, rows=not columns, columns=columns),
-        x,
-    )
+    sizes = np.array([128], np.int32)
+
+    def quantize(x, sizes, **directions):
+        return quantize_rows(x, make_blocks(sizes, 128), gather_idx=source, **directions)
+
+    both = interpret(quantize, x, sizes)
+    one = interpret(functools.partial(quantize, rows=not columns, columns=columns), x, sizes)
     assert one[not columns] is None
     for got, want in zip(one[columns], both[columns], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
@@ -149,11 +151,12 @@ def test_weight(source, format, transposed):
 
 def test_refuses_what_the_kernel_cannot_take():
     """A copy past the end of a row, or a silent cast."""
+    blocks = make_blocks(jnp.array([128], jnp.int32), 128)
     with pytest.raises(Unsupported, match="multiples of 16"):
-        quantize_rows(jnp.zeros((128, 24), jnp.bfloat16), None)
+        quantize_rows(jnp.zeros((128, 24), jnp.bfloat16), blocks)
     with pytest.raises(Unsupported, match="multiples of 16"):
         quantize_weight(jnp.zeros((1, 24, 128), jnp.bfloat16), transposed=True)
     with pytest.raises(Unsupported, match="100 rows"):
-        quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), None)
+        quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), blocks)
     with pytest.raises(Unsupported, match="float16"):
-        quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
+        quantize_rows(jnp.zeros((128, 128), jnp.float16), blocks)

@@ -33,7 +33,7 @@ from moax.recipe import Format
 
 @with_vma_of_inputs
 def quantize_rows(
-    x: Float[Array, "rows C"], blocks: Blocks | None, *, gather_idx: Int[Array, " M"] | None = None,
+    x: Float[Array, "rows C"], blocks: Blocks, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), rows: bool = True, columns: bool = True,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
@@ -41,7 +41,7 @@ def quantize_rows(
     Args:
       x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `gather_idx` it is [R, C], with any R.
       blocks: the blocks of the rows. Rows of padding become 0 and do not enter a scale; blocks without rows are not
-        written. None means that all rows are real.
+        written.
       gather_idx: [M] i32, not negative: row m is x[gather_idx[m]], and 0 where gather_idx[m] >= R, as it must be in
         padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
@@ -79,15 +79,14 @@ def quantize_rows(
         block = lax.axis_index("i")
         j = lax.axis_index("j")
 
-        @pl.when(counts is None or counts[block] > 0)
+        @pl.when(counts[block] > 0)
         def _():
-            i = block if starts is None else lax.div(starts[block], BLOCK // HALF)
+            i = lax.div(starts[block], BLOCK // HALF)
             if gather_idx is None:
                 load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
+                zero_tail([tile], counts[block], (0, 1), met)
             else:
                 gather_tile(x, gather_idx, i * BLOCK, j * BLOCK, tile, loaded, alike)
-            if counts is not None and gather_idx is None:
-                zero_tail([tile], counts[block], (0, 1), met)
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             sliced = gather_idx is None
             for n, (name, half) in enumerate(itertools.product(directions, (0, 1))):
@@ -105,11 +104,7 @@ def quantize_rows(
     grid = dict(i=size // BLOCK, j=padded // BLOCK)
     scratch = _scratch(x, data.values(), gather_idx is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
-    starts = counts = None
-    if blocks is not None:
-        starts = blocks.start
-        counts = blocks.rows
-    data, scales = run(x, gather_idx, starts, counts)
+    data, scales = run(x, gather_idx, blocks.start, blocks.rows)
     by_rows = by_columns = None
     if rows:
         by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
