@@ -10,7 +10,7 @@ from moax.estimate.cost import estimate as estimate
 from moax.estimate.hardware import HARDWARE as HARDWARE
 from moax.estimate.hardware import RESERVE as RESERVE
 from moax.estimate.hardware import Hardware as Hardware
-from moax.estimate.kept import Once as Once
 from moax.estimate.result import Estimate as Estimate
 from moax.estimate.result import Memory as Memory
+from moax.estimate.result import Once as Once
 from moax.estimate.result import SavedArray as SavedArray

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from moax.block.moe import moe
+from moax.block.moe import moe, quantize_params
 from moax.block.plan import BlockPlan, make_plan
 from moax.config import MoEConfig, Options
-from moax.estimate.kept import Once, trace_once
+from moax.estimate.result import Once
 from moax.estimate.tracing import Trace, trace
 from moax.mesh.axes import ResolvedAxes
 from moax.params import MoEParams, expert_specs, operand_shapes, trainable_mask
@@ -87,7 +87,7 @@ def trace_block(block: BlockSpec) -> BlockTrace:
     options = block.options
     rows = block.tokens * block.axes.size(block.axes.tokens)
     params, x = operand_shapes(block.config, rows, options.axes, block.mesh, block.dtype, block.param_dtype)
-    quantized, once = trace_once(block.kept, params, block.config, options, block.dtype, block.axes)
+    quantized, once = _trace_once(block, params)
     steps = _trace_step(block, quantized, params, x)
 
     *weights, x_array, _ = steps.inputs
@@ -119,6 +119,23 @@ def count_operations(block: BlockSpec) -> int:
     of_wi = (3 + block.remat) * (config.gates * product + latent)
     of_wo = (3 + repeats_wo) * product + 3 * latent
     return of_wi + of_wo
+
+
+def _trace_once(
+    block: BlockSpec, params: MoEParams[jax.ShapeDtypeStruct]
+) -> tuple[QuantizedParams[jax.ShapeDtypeStruct] | None, Once]:
+    """Returns the quantized weights of a step as shapes, None where each call quantizes, and what making them costs."""
+    if block.kept is None:
+        return None, Once()
+
+    def quantize(params):
+        gather = block.kept == "gathered"
+        return quantize_params(params, block.config, block.options, dtype=block.dtype, gather=gather)
+
+    steps = trace(quantize, params)
+    new_arrays = [array for array in steps.outputs if array not in steps.inputs]
+    size = sum(steps.bytes[array] for array in new_arrays)
+    return jax.eval_shape(quantize, params), Once(size, steps.transfers(block.axes), steps.traffic())
 
 
 def _trace_step(

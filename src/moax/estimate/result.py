@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moax.block.plan import BlockPlan
 from moax.config import MoEConfig
 from moax.estimate.hardware import RESERVE, Hardware
-from moax.estimate.kept import Once
 from moax.exchange.transport import Transfer
 from moax.kernels import supports_fp8
 from moax.mesh.axes import Axes, Names
@@ -46,6 +46,21 @@ class Memory(NamedTuple):
     def total(self) -> int:
         """The sum of all."""
         return sum(self)
+
+
+class Once(NamedTuple):
+    """What a step does once for one layer, before its microbatches, on one device.
+
+    Attributes:
+      bytes: the bytes of the quantized weights that the step holds beside the parameters. A weight that already has the
+        dtype of the products, and that no device gathers, is the parameter itself: it adds none.
+      transfers: the arrays that are sent, by the name of their scope in a profile.
+      traffic: the bytes of device memory that are read and written.
+    """
+
+    bytes: int = 0
+    transfers: Mapping[str, list[Transfer]] = types.MappingProxyType({})
+    traffic: int = 0
 
 
 class SavedArray(NamedTuple):

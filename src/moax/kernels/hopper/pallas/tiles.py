@@ -18,7 +18,6 @@ from moax.kernels.hopper.pallas.stages import TileConfig
 logger = logging.getLogger("moax")
 TABLE = Path(__file__).with_name("tiles.json")
 Table = dict[str, dict[str, list[int]]]
-OPS = ("matmul", "matmul_transposed", "wgrad", "matmul_fp8", "wgrad_fp8")
 
 # The tiles of each op, with their speed relative to the fastest tile, measured on an H200 where the columns of the tile
 # divide the columns of the matmul.
