@@ -181,7 +181,8 @@ def backward_down(
     saved, groups, _ = halfway
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
     d_o, d_o_wgrad = permute_quantize(p, d_partial, saved.plan, groups, "dy", wgrad=not p.frozen)  # [N, H]
-    d_a = expert_down_grad(p, d_o, w.wo, groups)  # [N, F]
+    with jax.named_scope("expert_down"):
+        d_a = implementation(p.kernels).matmul(d_o, w.wo, groups, p.dtype, transpose=True)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
         d_o_plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
@@ -223,7 +224,8 @@ def backward_up(
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
     """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
     saved, groups, _ = halfway
-    d_rows = expert_up_grad(p, grads.d_h, wi, groups)  # [N, H]
+    with jax.named_scope("expert_up"):
+        d_rows = implementation(p.kernels).matmul(grads.d_h, wi, groups, p.dtype, transpose=True)  # [N, H]
     if grads.d_rows_adapter is not None:
         d_rows = d_rows + grads.d_rows_adapter
     d_received = unpermute_forward(buffers.permute, d_rows, saved.plan)  # [R, H]
@@ -279,12 +281,6 @@ def expert_up(
         if w.wi_a is not None:
             h = h + small_terms.low_rank(p, plain_rows, w.wi_a, w.wi_b, groups)
     return h.reshape(h.shape[0], gates, -1), a
-
-
-def expert_up_grad(p: BlockPlan, d_h: Operand, wi: Operand, groups: Groups) -> Float[Array, "N H"]:
-    """Returns d_rows = d_h wi^T."""
-    with jax.named_scope("expert_up"):
-        return implementation(p.kernels).matmul(d_h, wi, groups, p.dtype, transpose=True)
 
 
 def find_activation(p: BlockPlan) -> Callable:
@@ -350,12 +346,6 @@ def expert_down(
             a_plain = activate(p, saved, groups, plain=True)
             o = o + small_terms.low_rank(p, a_plain, w.wo_a, w.wo_b, groups)
     return o
-
-
-def expert_down_grad(p: BlockPlan, d_o: Operand, wo: Operand, groups: Groups) -> Float[Array, "N F"]:
-    """Returns d_a = d_o wo^T."""
-    with jax.named_scope("expert_down"):
-        return implementation(p.kernels).matmul(d_o, wo, groups, p.dtype, transpose=True)
 
 
 def weight_grad(

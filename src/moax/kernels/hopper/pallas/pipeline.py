@@ -63,11 +63,6 @@ def add_bias(total, bias, group, column):
     return total + lax.broadcast_in_dim(part, total.shape, [1])
 
 
-def pad_bias(bias, span: int):
-    """Returns a bias [E, N] in f32, padded to a multiple of `span` columns: edge tiles read past N."""
-    return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % span)))
-
-
 class Work(NamedTuple):
     """What a kernel does with its tiles, as functions that `run` calls in the kernel.
 
