@@ -181,8 +181,9 @@ def backward_down(
     saved, groups, _ = halfway
     d_partial = combine_backward(buffers.exchange, dy, saved.sent)  # [R, H]
     d_o, d_o_wgrad = permute_quantize(p, d_partial, saved.plan, groups, "dy", wgrad=not p.frozen)  # [N, H]
+    local = implementation(p.kernels)
     with jax.named_scope("expert_down"):
-        d_a = implementation(p.kernels).matmul(d_o, w.wo, groups, p.dtype, transpose=True)  # [N, F]
+        d_a = local.matmul(d_o, w.wo, groups, p.dtype, transpose=True)  # [N, F]
     down = TermGrads()
     if w.has_down_terms:
         d_o_plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
@@ -224,8 +225,9 @@ def backward_up(
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
     """Runs the first half of the chain reversed; returns dx [T, H] and the gradient of the routing weights [T, K]."""
     saved, groups, _ = halfway
+    local = implementation(p.kernels)
     with jax.named_scope("expert_up"):
-        d_rows = implementation(p.kernels).matmul(grads.d_h, wi, groups, p.dtype, transpose=True)  # [N, H]
+        d_rows = local.matmul(grads.d_h, wi, groups, p.dtype, transpose=True)  # [N, H]
     if grads.d_rows_adapter is not None:
         d_rows = d_rows + grads.d_rows_adapter
     d_received = unpermute_forward(buffers.permute, d_rows, saved.plan)  # [R, H]
