@@ -6,6 +6,7 @@ numbers; the precision of the router's gradient and of its weights.
 
 import contextlib
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -309,6 +310,30 @@ def _losses(route, logits, config):
 
 
 @pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
+@pytest.mark.parametrize("dtype", (np.int64, np.uint32, np.uint64))
+@pytest.mark.parametrize("x64", (True, False))
+def test_wide_ids_are_no_expert(x64, dtype):
+    """Breaks if an id beyond the experts wraps to an expert, or to the negative id of a token without a choice."""
+    beyond = np.array([[0, 2**31 + 1], [0, np.iinfo(dtype).max], [1, np.iinfo(dtype).max - 1], [1, 7]], dtype)
+    if dtype != np.uint32:
+        beyond[3, 1] = 2**32 + 2
+    plain = np.where(beyond < 4, beyond, 4).astype(np.int32)
+    x = jnp.asarray(random(0, 4, 16))
+    weights = jnp.ones((4, 2))
+    with jax.enable_x64(x64):
+        calls = [
+            lambda ids: moax.moe(x, PARAMS, CONFIG, routing=ids, return_routing=True)[1].routing,
+            lambda ids: moax.moe(x, PARAMS, CONFIG, routing=(ids, weights), return_routing=True)[1].routing,
+            lambda ids: moax.route(x[:, :4], RouterConfig(), 2, experts=ids),
+            lambda ids: ops.permute(x, ids, 4)[1],
+            lambda ids: ops.dispatch(x, ids, weights, 4).experts,
+        ]
+        # Without x64 JAX itself wraps an array of 64 bits.
+        arrays = (beyond, jnp.asarray(beyond)) if x64 or dtype == np.uint32 else (beyond,)
+        for call, ids in itertools.product(calls, arrays):
+            jax.tree.map(np.testing.assert_array_equal, call(ids), call(plain))
+
+
 def test_second_derivatives_of_route(way):
     """Breaks if a Hessian of the router or of its losses fails, or is not that of plain JAX."""
     config = RouterConfig("sigmoid", aux_loss=0.3, z_loss=0.2)

@@ -25,6 +25,7 @@ from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_overr
 from moax.block.small_terms import Weights
 from moax.checks import Unsupported, check_arrays, check_value
 from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
+from moax.kernels.groups import narrow_ids
 from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.axes import Axes
 from moax.mesh.specs import (
@@ -136,6 +137,9 @@ def moe(
     override = read_override(routing)
     arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
     _check_arrays(x, config, arrays)
+    if override is not None:
+        experts = narrow_ids(override.experts, config.num_experts)
+        arrays = arrays._replace(override=override._replace(experts=experts))
     if segment_ids is not None:
         arrays = arrays._replace(segment_ids=keep_ids(segment_ids))
     return _moe(config, options, bool(return_routing), x, params, arrays)

@@ -121,7 +121,7 @@ def _use_override(
     real: Bool[Array, "T 1"] | None,
 ) -> Routing:
     """Returns the caller's own experts and weights, counted; an id outside of [0, E) and padding have no expert."""
-    experts = flatten_tokens(override.experts.astype(jnp.int32), view, whole_rows=True)
+    experts = flatten_tokens(override.experts, view, whole_rows=True)
     weights = flatten_tokens(weights.astype(jnp.float32), view, whole_rows=True)
     is_used = (experts >= 0) & (experts < config.num_experts)
     if real is not None:
@@ -147,7 +147,7 @@ def _run_router(
     """Returns the router's experts and weights; with an override, the weights of the caller's experts."""
     experts = None
     if override is not None:
-        experts = flatten_tokens(override.experts.astype(jnp.int32), view, whole_rows=True)
+        experts = flatten_tokens(override.experts, view, whole_rows=True)
     logits = router_logits(tokens.router_rows, params.router, axes=options.axes, engine=options.engine)
     if params.logits_bias is not None:
         logits = logits + params.logits_bias.astype(jnp.float32)[None]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 
 def align_up(n, align: int):
@@ -33,6 +33,14 @@ def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
     with_noise = balanced + 5 * math.sqrt(balanced) + 64
     wanted = max(buffer_factor * balanced, min(buffer_factor, 1.0) * with_noise)
     return max(1, min(worst, math.ceil(wanted)))
+
+
+def narrow_ids(ids: Integer[Array, "... K"], num_experts: int) -> Int[Array, "... K"]:
+    """Returns expert ids as i32. An id that a cast would wrap becomes -1 below 0, and `num_experts` above it."""
+    limits = jnp.iinfo(ids.dtype)
+    if limits.max > jnp.iinfo(jnp.int32).max:
+        ids = ids.clip(max(-1, limits.min), num_experts)
+    return ids.astype(jnp.int32)
 
 
 def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:

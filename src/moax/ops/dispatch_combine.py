@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moax.checks import check_arrays, check_value
 from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, Planned, Sent, allot_slots
+from moax.kernels.groups import narrow_ids
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view
@@ -76,7 +77,7 @@ def dispatch(
         num_experts=num_experts,
         capacity=slots,
     )
-    experts = experts.astype(jnp.int32)
+    experts = narrow_ids(experts, num_experts)
     experts = jnp.where(experts < 0, num_experts, experts)
     results = _dispatch(view, static, x, experts, weights)
     rows, local, arrived_weights, (count, dropped, sent) = results

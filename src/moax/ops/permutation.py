@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.kernels.groups import Groups, align_up
+from moax.kernels.groups import Groups, align_up, narrow_ids
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view
@@ -106,7 +106,7 @@ def permute(
     if capacity is not None:
         check_value("capacity", capacity, int)
     check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
-    experts = experts.astype(jnp.int32)
+    experts = narrow_ids(experts, num_groups)
     experts = jnp.where(experts < 0, num_groups, experts)
     view = find_mesh_view(axes, engine, x)
     static = _make_spec(view, kernels, x, num_groups, align, capacity)

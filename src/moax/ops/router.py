@@ -40,6 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.kernels import implementation, select_kernels
+from moax.kernels.groups import narrow_ids
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
@@ -184,7 +185,7 @@ def route(
     if bias is not None:
         bias = lax.stop_gradient(bias).astype(jnp.float32)
     if experts is not None:
-        experts = experts.astype(jnp.int32)
+        experts = narrow_ids(experts, logits.shape[1])
     if sequences is not None:
         sequences = split_ids(jnp.asarray(keep_ids(sequences)).reshape(logits.shape[0], -1))
     choice = Choice(experts, mask, sequences)
