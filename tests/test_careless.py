@@ -88,7 +88,9 @@ WRONG = [
     *_with(ops.router_logits, "x", (*NOT_ARRAYS, INTS), w=DENSE["w"]),
     *_with(ops.router_logits, "w", (*NOT_ARRAYS, X), x=X),
     *_with(ops.grouped_matmul, "x", (*NOT_ARRAYS, HALVES, X), w=W, group_sizes=SIZES),
-    *_with(ops.grouped_matmul, "w", (*NOT_ARRAYS, ROWS), x=ROWS, group_sizes=SIZES),
+    *_with(ops.grouped_matmul, "w", (*NOT_ARRAYS, ROWS, W[..., :0]), x=ROWS, group_sizes=SIZES),
+    *_with(ops.grouped_matmul, "w", (W[:0],), x=ROWS, group_sizes=SIZES[:0]),
+    *_with(ops.grouped_matmul, "w", (W[:, :0],), x=ROWS[:, :0], group_sizes=SIZES),
     *_with(ops.grouped_matmul, "group_sizes", ([2, 2, 1, 1], None, SIZES.astype(np.float32), SIZES > 1, SIZES[:3]),
            x=ROWS, w=W),
     *_with(ops.grouped_matmul, "bias", ([0.0], np.ones((4, 8), np.int32), np.ones(8, np.float32)), **MATMUL),
@@ -105,7 +107,8 @@ WRONG = [
     *_with(ops.dispatch, "capacity_factor", (0, -1.0, "1", True, float("nan")), **DISPATCH),
     *_with(ops.combine, "received", (None, {}, X), rows=X),
     *_with(ops.dense, "x", (*NOT_ARRAYS, INTS), w=DENSE["w"]),
-    *_with(ops.dense, "w", (*NOT_ARRAYS, np.ones((15, 4), np.float32)), x=X),
+    *_with(ops.dense, "w", (*NOT_ARRAYS, np.ones((15, 4), np.float32), np.ones((16, 0), np.float32)), x=X),
+    *_with(ops.dense, "w", (np.ones((0, 4), np.float32),), x=X[:, :0]),
     *_with(ops.dense, "bias", ([0.0], np.ones(5, np.float32)), **DENSE),
     *_with(ops.activate, "h", NOT_ARRAYS, activation="silu"),
     *_with(ops.activate, "activation", (None, ["silu"], "sillu", 1), h=np.ones((6, 1, 8), np.float32)),
@@ -115,7 +118,7 @@ WRONG = [
     *_with(moax.update_router_bias, "rule", (None, "mean", ["sign"]), **UPDATE),
     *_with(moax.update_router_bias, "histogram", (None, [1], SIZES, np.zeros((4, 1000), np.float32)),
            rule="quantile", **UPDATE),
-    *_with(moax.load_metrics, "tokens_per_expert", (None, [1], X)),
+    *_with(moax.load_metrics, "tokens_per_expert", (None, [1], X, SIZES[:0])),
     *_with(_moe, "segment_ids", ([0], "x", SIZES, np.ones((6,), bool))),
     *_with(RouterConfig, "histogram", (True, None, 1)),
     *_with(moax.init, "key", (0, None, "seed", np.zeros(4, np.float32)), config=CONFIG),
@@ -270,6 +273,9 @@ OPS_WITHOUT_TOKENS = {
     "dense": lambda x, sizes: ops.dense(x[None], jnp.ones((16, 8)), recipe="fp8_block"),
     "permute": lambda x, sizes: ops.permute(x, jnp.zeros((0, 2), jnp.int32), 4, align=8)[0],
     "all_gather": lambda x, sizes: ops.dispatch(x, jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2)), 4).rows,
+    "all_to_all": lambda x, sizes: (
+        ops.dispatch(x, jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2)), 4, exchange="all_to_all").rows
+    ),
 }
 
 
@@ -304,12 +310,6 @@ def test_integers_of_any_width(dtype):
     jax.tree.map(np.testing.assert_array_equal, *plans)
 
 
-def _losses(route, logits, config):
-    r = route(logits, config, 2)
-    return jnp.sum(r.weights**2) + r.aux_loss + r.z_loss
-
-
-@pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
 @pytest.mark.parametrize("dtype", (np.int64, np.uint32, np.uint64))
 @pytest.mark.parametrize("x64", (True, False))
 def test_wide_ids_are_no_expert(x64, dtype):
@@ -334,6 +334,12 @@ def test_wide_ids_are_no_expert(x64, dtype):
             jax.tree.map(np.testing.assert_array_equal, call(ids), call(plain))
 
 
+def _losses(route, logits, config):
+    r = route(logits, config, 2)
+    return jnp.sum(r.weights**2) + r.aux_loss + r.z_loss
+
+
+@pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
 def test_second_derivatives_of_route(way):
     """Breaks if a Hessian of the router or of its losses fails, or is not that of plain JAX."""
     config = RouterConfig("sigmoid", aux_loss=0.3, z_loss=0.2)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.moe import CallKeywords
+from moax.checks import check_value
 from moax.config import BufferFactor, MoEConfig, MoEStats, Options
 from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, struct
 from moax.layers import linen as nn
@@ -147,6 +148,7 @@ class Dense(DenseLayer, nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., features] of x [..., K]; see `moax.ops.dense`."""
+        check_value("features", self.features, int)
         shape = x.shape[-1], self.features
 
         def make(key, initializer: Initializer, name: str) -> Any:

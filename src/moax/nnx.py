@@ -155,6 +155,8 @@ class Dense(DenseLayer, nnx.Module):
           out_features: the number of columns of y.
           rngs: the stream `params` gives a key to the kernel and then one to the bias.
         """
+        check_value("in_features", in_features, int)
+        check_value("out_features", out_features, int)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias

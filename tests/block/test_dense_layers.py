@@ -43,19 +43,19 @@ def taken_apart(layer):
     return values, lambda values, x: nnx.merge(graph, tree.unflatten(jax.tree.leaves(values)))(x), state
 
 
-def make(library, **options):
+def make(library, columns=COLUMNS, **options):
     """kernel and bias as flax holds them, and apply(kernel, bias, x) of the layer."""
     if library == "nnx":
         values, apply, state = taken_apart(
             moax.nnx.Dense(
                 WIDTH,
-                COLUMNS,
+                columns,
                 rngs=nnx.Rngs(5),
                 **options,
             )
         )
         return values, apply, {name: state[name] for name in state}
-    layer = moax.linen.Dense(COLUMNS, **options)
+    layer = moax.linen.Dense(columns, **options)
     boxed = jax.jit(layer.init)(KEY, X)["params"]
     return linen.unbox(boxed), lambda values, x: layer.apply({"params": values}, x), boxed
 
@@ -172,6 +172,8 @@ def test_logical_names(library, way):
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_errors(library, unchecked):
     """Breaks if a mistake is not named."""
+    with pytest.raises(ValueError, match="features=0 must be an int of at least 1"):
+        make(library, columns=0)
     with pytest.raises(ValueError, match=r"logical_axes='embed' must be the names of two dims"):
         make(library, logical_axes="embed")
     with pytest.raises(ValueError, match="recipe='fp4' must be"):

@@ -212,7 +212,7 @@ def find_slots(
     """
     tokens, top_k = owner.shape
     padded = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks)
-    words = padded.reshape(1, -1, 32 * top_k)
+    words = padded.reshape(1, padded.shape[0] // 32, 32 * top_k)
     bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
     wanted = words == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
     wanted_bits = jnp.where(wanted, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0))

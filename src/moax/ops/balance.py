@@ -81,6 +81,7 @@ def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
       ValueError: tokens_per_expert is no array of integers.
     """
     check_arrays("tokens_per_expert int [..., E]", tokens_per_expert)
+    check_value("tokens_per_expert: E", tokens_per_expert.shape[-1], int)
     tokens = tokens_per_expert.astype(jnp.float32)
     share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
     entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.exchange import TRANSPORTS, find_transport
+from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, Planned, Sent, allot_slots
 from moax.kernels.groups import narrow_ids
 from moax.mesh.axes import Axes
@@ -67,6 +67,8 @@ def dispatch(
         raise ValueError(f"num_experts={num_experts} is not divisible by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // _count_shards(view)
     transport = find_transport(exchange)
+    if tokens == 0:
+        transport = AUTO  # which sends no token, and has no slots
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     static = ExchangeSpec(
         transport=transport,

@@ -190,6 +190,8 @@ def _make_spec(
     added_dims: int = 0,
 ) -> GroupedSpec:
     """Returns the static arguments of a matmul with a weight of this whole shape, and chooses its kernels."""
+    if 0 in shape:
+        raise ValueError(f"w has shape {tuple(shape[added_dims:])}; each of its dims must be at least 1")
     recipe = get_recipe(recipe)
     reduce = get_grad_reduce(grad_reduce)
     if align is None:
