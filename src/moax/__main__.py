@@ -129,7 +129,7 @@ def read_gb(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
+    if not math.isfinite(number * 1e9):
         raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of GB, such as 4.5")
     return number
 

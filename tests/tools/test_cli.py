@@ -75,6 +75,8 @@ def test_estimate_of_a_folder(capsys):
         (["--kept", "all"], "invalid choice: 'all'"),
         (["--other-gb", "-1"], "other_bytes=-1000000000 must be"),
         (["--other-gb", "inf"], "--other-gb: 'inf' must be a finite number of GB"),
+        (["--other-gb", "1e300"], "--other-gb: '1e300' must be a finite number of GB"),
+        (["--tokens", "99999999999999"], "its 99999999999999 tokens on a device"),
         (["--other-gb", "nan"], "--other-gb: 'nan' must be a finite number of GB"),
     ],
 )

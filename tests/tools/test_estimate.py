@@ -335,6 +335,7 @@ def test_links():
         ({"mesh": {"ep": 0}}, "ep=0"),
         ({"mesh": {"ep": 3}}, "is not divisible by"),
         ({"tokens": 0}, "tokens=0"),
+        ({"tokens": 2**31}, r"x: its 2147483648 tokens .* 2 ranks of ep .* must be at most 2147483647"),
         ({"layers": 0}, "layers=0"),
         ({"other_bytes": -1}, "other_bytes=-1 must be"),
         ({"optimizer_bytes": -8}, "optimizer_bytes=-8 must be"),

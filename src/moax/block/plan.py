@@ -45,6 +45,7 @@ MEASURED_RANKS = 4
 # With at most so many ranks `buffer_factor="auto"` allots the worst case, which needs no loop of overflow rounds. Two
 # H200s were faster with it.
 WHOLE_RANKS = 2
+MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
 class Round(NamedTuple):
@@ -150,6 +151,10 @@ def make_plan(
         num_experts=config.num_experts,
         capacity=all_slots,
     )
+    num_rows = sorted_rows(tokens * ranks, config.top_k, config.num_experts // ranks, align, None)
+    if isinstance(num_rows, int) and num_rows > MAX_ROWS:
+        counts = f"its {tokens} tokens on a device, over {plural(ranks, 'rank')} of ep and with top_k={config.top_k}"
+        raise ValueError(f"x: {counts}, may have {num_rows} rows; there must be at most {MAX_ROWS}, which int32 counts")
     rounds = size_rounds(config, exchange, kernels, align, buffer_factor)
 
     # Where rows travel, backward would receive them again. Frozen experts have adapters, which read unquantized rows.
