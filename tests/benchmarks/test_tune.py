@@ -142,6 +142,10 @@ def test_user_table_goes_before_the_packaged_one(home):
         '{"NVIDIA H200": 3}',
         '{"NVIDIA H200": {"a": [1]}}',
         '{"NVIDIA H200": {"a": [1, "b"]}}',
+        '{"NVIDIA H200": {"matmul K1 N1 R1": [7, 3]}}',
+        '{"NVIDIA H200": {"matmul K1 N1 R1": [128, 4, 8, 3]}}',
+        '{"NVIDIA H200": {"wgrad K1 N1 R1": [256, 999]}}',
+        '{"NVIDIA H200": {"wgrad K1 N1 R1": [128, 4, 0]}}',
         "\x00",
     ),
 )

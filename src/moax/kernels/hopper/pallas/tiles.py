@@ -13,7 +13,7 @@ import json
 import logging
 from pathlib import Path
 
-from moax.kernels.hopper.pallas.stages import TileConfig
+from moax.kernels.hopper.pallas.stages import LINE, SHARED_BYTES, TileConfig
 
 logger = logging.getLogger("moax")
 TABLE = Path(__file__).with_name("tiles.json")
@@ -73,7 +73,21 @@ def load(path: Path) -> Table:
             is_list = isinstance(tile, list) and all(type(n) is int for n in tile)
             if not is_list or not 2 <= len(tile) <= max_numbers:
                 raise ValueError(f"{path}: {key}: {tile!r} must be a list of 2 to {max_numbers} ints")
+            if not _has_kernel(key, TileConfig(*tile)):
+                raise ValueError(f"{path}: {key}: {tile!r} must be a tile of a kernel, such as [128, 4]; tune again")
     return table
+
+
+def _has_kernel(key: str, tile: TileConfig) -> bool:
+    """Returns whether the kernel of a key takes the tile, and shared memory holds its stages."""
+    if tile.tile_n not in (64, 128, 192, 256) or tile.width < 1:
+        return False
+    if key.startswith("wgrad"):
+        has_rows = tile.consumers in (2, 3) and tile.products in (1, 2)
+    else:
+        has_rows = tile.consumers == 2 and tile.products == 1
+    stage_bytes = LINE * (tile.rows + tile.tile_n)
+    return has_rows and 2 <= tile.stages <= SHARED_BYTES // stage_bytes
 
 
 def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
