@@ -349,6 +349,17 @@ def test_errors(shapes, options, message):
         dense(*map(jnp.zeros, shapes), **options)
 
 
+def test_vmap_over_a_dim_that_an_explicit_axis_splits():
+    """Breaks if JAX's own error, about a `shard_map` that the caller never wrote, is all that is said."""
+    mesh = make_mesh("2x4", "explicit")
+    x = put(mesh, P("fsdp"), jnp.ones((8, 16, 8)))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(moax.Unsupported, match=r"vmap over a dim that .*\['fsdp'\] split: .*reshard"),
+    ):
+        jax.vmap(lambda x: dense(x, jnp.ones((8, 4))))(x)
+
+
 @pytest.mark.parametrize("way", ("shard_map", "explicit"))
 def test_rows_that_do_not_divide(way):
     """12 rows on 8 devices: the error names dim, size and axes."""

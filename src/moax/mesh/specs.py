@@ -116,6 +116,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     explicit = bool(mesh.explicit_axes)
     if explicit:
         _check_meshes(mesh, jax.tree.leaves(operands))
+        _check_vmap()
     manual = mesh.manual_axes
     inside = [n for n in resolved.all if n in manual]
     outside = [n for n in resolved.all if n not in manual]
@@ -134,6 +135,20 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     if explicit or manual or engine == "shard_map":
         return MeshView(resolved, "shard_map", explicit=explicit, mesh=mesh)
     return MeshView(resolved, "custom_partitioning", mesh=mesh)
+
+
+def _check_vmap() -> None:
+    """Raises Unsupported inside a vmap over a dim that an Explicit axis splits, where JAX refuses a `shard_map`."""
+    try:
+        from jax._src.core import get_axis_env  # JAX has no public name for it
+    except ImportError:
+        return
+    split = sorted(getattr(get_axis_env(), "explicit_mesh_axis_names", ()))
+    if split:
+        raise Unsupported(
+            f"vmap over a dim that Explicit mesh axes {split} split: JAX has no shard_map there; make the dim whole by "
+            "jax.sharding.reshard, or pass it as a dim of the tokens"
+        )
 
 
 def _check_meshes(mesh: AnyMesh, operands: Sequence[Any]) -> None:
