@@ -13,6 +13,7 @@ from lm.program import factor, factor_or_auto, mesh_of
 from moax import MoEConfig, RouterConfig
 
 VOCAB = 256
+MAX_INT = 2**32 - 1  # `jax.random.key` keeps 32 bits of a seed, so that a larger one would begin as another does
 AUX_COEFFICIENT = 0.01
 # What `buffer_factor="auto"` is where a step may need several rounds; see `moax.Options`.
 LIMITED_FACTOR = 1.25
@@ -51,6 +52,8 @@ def _check(config: Any) -> None:
             must = f"{what} of at least {low}"
         elif "above" in limits and value == low:
             must = f"{what} above {low}"
+        elif field.type == "int" and value > MAX_INT:
+            must = f"an int of at most {MAX_INT}"
         if must:
             raise ValueError(f"{type(config).__name__}: {field.name}={value!r} must be {must}")
 

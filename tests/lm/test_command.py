@@ -67,6 +67,8 @@ def test_unreadable_arguments(argv, message, capsys):
         (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
         (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
         (["--steps", "0"], "steps=0"),
+        (["--seed", "4294967296"], "seed=4294967296 must be an int of at most 4294967295"),
+        (["--batch", "99999999999999999999"], "batch=99999999999999999999 must be an int of at most"),
         (["--top-k", "9"], "top_k=9 must be at most num_experts=8"),
         (["--text", "/nowhere"], "--text /nowhere: no such file or folder"),
         (["--resume", "--name", "lost"], "no run 'lost'"),
