@@ -142,14 +142,17 @@ def test_an_axis_without_a_role_is_refused(name, kind):
             CALLS[name](axes)
 
 
+@pytest.mark.parametrize("way", ["custom_partitioning", "shard_map", "explicit"])
 @pytest.mark.parametrize("names", [("fsdp", "ep"), ("data", "expert")], ids=str)
-def test_arrays_of_another_mesh_are_refused(names):
-    """Breaks if an array of another Explicit mesh than that in force makes XLA end the process, or is a KeyError."""
-    theirs = jax.make_mesh((4, 2), names, axis_types=(AxisType.Explicit,) * 2)
+def test_arrays_of_another_mesh_are_refused(names, way):
+    """Breaks if an array of another mesh than that in force makes XLA end the process, or is an error deep in JAX."""
+    engine = way if "_" in way else "auto"
+    axis_type = AxisType.Explicit if way == "explicit" else AxisType.Auto
+    theirs = jax.make_mesh((4, 2), names, axis_types=(axis_type,) * 2)
     x = jax.device_put(X, NamedSharding(theirs, P(names[0])))
-    with jax.set_mesh(make_mesh("2x4", "explicit")):
+    with jax.set_mesh(make_mesh("2x4", way)):
         with pytest.raises(ValueError, match=r"lies on a mesh of .*: 4.*, and the mesh in force has .*: 2.*device_put"):
-            moax.moe(x, PARAMS, CONFIG)
+            moax.moe(x, PARAMS, CONFIG, engine=engine)
 
 
 def test_mixed_axis_types_are_refused():

@@ -129,6 +129,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
         )
     if not outside and not explicit:
         return MeshView(resolved, "local", mesh=mesh)
+    _check_meshes(mesh, jax.tree.leaves(operands))
     if engine == "custom_partitioning" and (explicit or manual):
         kind = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
         raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {kind}; use 'auto' or 'shard_map'")
@@ -152,10 +153,14 @@ def _check_vmap() -> None:
 
 
 def _check_meshes(mesh: AnyMesh, operands: Sequence[Any]) -> None:
-    """Raises ValueError for an operand of an Explicit mesh whose axes have other names or sizes; XLA may abort then."""
+    """Raises ValueError for an operand of a mesh whose axes have other names or sizes; XLA may abort then."""
     for operand in operands:
         other = jax.typeof(operand).sharding.mesh
-        if other.explicit_axes and tuple(other.shape.items()) != tuple(mesh.shape.items()):
+        if other.empty:
+            continue
+        least = 1 if other.explicit_axes else 2  # JAX moves Auto arrays between meshes that differ in axes of size 1
+        sizes = [entry for entry in mesh.shape.items() if entry[1] >= least]
+        if sizes != [entry for entry in other.shape.items() if entry[1] >= least]:
             raise ValueError(
                 f"an array of shape {operand.shape} lies on a mesh of {dict(other.shape)}, and the mesh in force has "
                 f"{dict(mesh.shape)}; move the array by jax.device_put, or set its mesh by jax.set_mesh"
