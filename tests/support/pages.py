@@ -1,8 +1,8 @@
 """The programs of README.md and docs/**/*.md: what they are, and how they run as a reader would run them.
 
 A page is one session: its ```python blocks run in order in a new interpreter, in an empty folder, without any variable
-of the environment that JAX, XLA or moax reads. An ```output block after a block holds what that printed, with ... for
-any text. A block after `<!-- not run: REASON -->` is not run.
+of the environment that JAX, XLA or moax reads, but for those that a test sets. An ```output block after a block holds
+what that printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ def check(block: Block, printed: str) -> None:
         assert same, f"{block} says it prints\n{want}\nand it prints\n{got}"
 
 
-def run_page(path: Path) -> None:
-    """Runs the programs of a page, and compares what they print."""
+def run_page(path: Path, **settings: str) -> None:
+    """Runs the programs of a page with these variables of the environment, and compares what they print."""
     blocks = programs(path)
     program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
     command = [sys.executable, "-W", "error", "-c", program]
-    environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": str(ROOT / "src")}
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    environment |= {"PYTHONPATH": str(ROOT / "src")} | settings
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
