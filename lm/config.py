@@ -13,7 +13,8 @@ from lm.program import factor, factor_or_auto, mesh_of
 from moax import MoEConfig, RouterConfig
 
 VOCAB = 256
-MAX_INT = 2**32 - 1  # `jax.random.key` keeps 32 bits of a seed, so that a larger one would begin as another does
+# `jax.random.key` keeps 32 bits of a seed, so that a larger one would begin as another does. No setting needs more.
+MAX_INT = 2**32 - 1
 AUX_COEFFICIENT = 0.01
 # What `buffer_factor="auto"` is where a step may need several rounds; see `moax.Options`.
 LIMITED_FACTOR = 1.25

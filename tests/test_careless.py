@@ -296,6 +296,14 @@ def test_ops_without_tokens(name, mesh):
     assert y.size == 0 and dx.shape == (0, 16)
 
 
+@pytest.mark.parametrize("exchange", ("all_gather", "all_to_all"))
+def test_dispatch_without_choices(exchange):
+    """Breaks if a transport divides by the number of choices of a token."""
+    experts = jnp.zeros((6, 0), jnp.int32)
+    received = ops.dispatch(jnp.ones((6, 16)), experts, jnp.zeros((6, 0)), 4, exchange=exchange)
+    assert received.count == 0 and received.dropped == 0
+
+
 @pytest.mark.parametrize("dtype", (np.int8, np.uint8, np.uint32))
 def test_integers_of_any_width(dtype):
     """Breaks if group sizes of few bits overflow, so that rows of large groups become 0, or unsigned ones fail."""

@@ -15,6 +15,7 @@ from benchmarks.report import OURS, Row
 from benchmarks.trainer import __main__ as trainer
 from benchmarks.trainer import loads, variant, ways
 from benchmarks.trainer.ways import Mesh
+from moax.adapters import maxtext
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,16 @@ def test_the_names_of_ways_differ(mesh):
     """Breaks if two variants share a folder, or a row cannot be told from another."""
     names = [(way.name, way.label) for way in ways.list_ways(mesh, 4)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mesh", [None, Mesh(4, 1), Mesh(2, 2), Mesh(1, 4)])
+def test_a_label_is_the_word_of_the_command(mesh, microbatches):
+    """Breaks if a row of moax is not what a user gets by its name, or a row without loops is missing."""
+    ours = [way for way in ways.list_ways(mesh, microbatches) if way.name == OURS]
+    for way in ours:
+        assert maxtext.read_arm(way.label) == (way.recipe, way.kept, way.buffer_factor)
+    assert ("none+whole" in [way.label for way in ours]) == (mesh == Mesh(1, 4))
 
 
 def test_whole_experts_are_split_where_maxtext_can():

@@ -159,6 +159,15 @@ def test_corrupt_user_table_is_a_logged_line(home, caplog, text):
     assert said.startswith(f"the user's tiles are left out: {path}: ")
 
 
+@pytest.mark.parametrize("op", tiles.HEURISTIC)
+def test_every_tile_of_the_command_is_read_back(tmp_path, op):
+    """Breaks if `load` refuses a tile that the command may write, and with it the whole table of the user."""
+    choices = {*tiles.HEURISTIC[op]}.union(*(tune.candidates(op, columns) for columns in (96, 768, 2048, 14336)))
+    entries = {f"{op} K{n} N1 R1": tiles.to_numbers(tile) for n, tile in enumerate(choices)}
+    (tmp_path / "tiles.json").write_text(tune.render({H200: entries}))
+    assert tiles.load(tmp_path / "tiles.json") == {H200: entries}
+
+
 def test_tune_refuses_a_table_that_it_cannot_read(home, monkeypatch, capsys):
     """Breaks if the command writes over a file that is no table, or shows a traceback."""
     path = keep(home, "{")

@@ -17,6 +17,23 @@ def format_cells(row: dict[str, Any]) -> str:
     return " | ".join(cells)
 
 
+def read_steps(*names: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns the rows of steps of Qwen3-30B that were timed, by the rest of the case and by the way."""
+    rows = {}
+    for name in names:
+        for row in (row for row in read_rows(name) if row["us"]):
+            way = row["recipe"] if row["impl"] == "moax" else row["impl"]
+            rows[row["case"].removeprefix("qwen3-30b "), way] = row
+    return rows
+
+
+def check_table(rows: dict[tuple[str, str], dict[str, Any]], labels: dict[tuple[str, str], str]) -> None:
+    """Checks that the page has a line for each row, which begins with its label, and that no row lacks one."""
+    assert rows.keys() == labels.keys()
+    for key, row in rows.items():
+        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
+
+
 def test_the_step_on_four_gpus_is_committed():
     """Breaks if the page on MaxText shows another number of its step on four GPUs than the files hold."""
     labels = {
@@ -57,14 +74,8 @@ def test_the_steps_with_sharded_experts_are_committed():
         "`-all_to_all-overlap`",
         ("fsdp=2,expert=2 text", "none+gathered"): "(2, 2), text: moax, `none+gathered`",
     }
-    rows = {}
-    for name in ("x4_trainer_expert.json", "x4_trainer_ways.json"):
-        for row in (row for row in read_rows(name) if row["us"]):
-            way = row["recipe"] if row["impl"] == "moax" else row["impl"]
-            rows[row["case"].removeprefix("qwen3-30b "), way] = row
-    assert rows.keys() == labels.keys()
-    for key, row in rows.items():
-        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
+    rows = read_steps("x4_trainer_expert.json", "x4_trainer_ways.json")
+    check_table(rows, labels)
     theirs, bf16, fp8, theirs4, bf16_4, fp8_4, installed, *_ = (rows[key]["us"] for key in labels)
     assert f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in page
     assert f"installed with {installed / bf16:.2f} times in bf16" in page
@@ -85,17 +96,14 @@ def test_the_steps_with_sharded_experts_are_committed():
 def test_the_step_with_one_microbatch_is_committed():
     """Breaks if the page on MaxText shows another number of its step with one microbatch than the file holds."""
     page = " ".join(PAGE.split())
+    case = "fsdp=2,expert=2 x1 balanced"
     labels = {
-        "maxtext-tokamax-ring-overlap": "MaxText, tokamax, bf16, `-ring-overlap`",
-        "none": "moax, `none`",
-        "fp8_block": "moax, `fp8_block`",
+        (case, "maxtext-tokamax-ring-overlap"): "MaxText, tokamax, bf16, `-ring-overlap`",
+        (case, "none"): "moax, `none`",
+        (case, "fp8_block"): "moax, `fp8_block`",
     }
-    rows = {}
-    for row in read_rows("x4_trainer_single.json"):
-        rows[row["recipe"] if row["impl"] == "moax" else row["impl"]] = row
-    assert rows.keys() == labels.keys()
-    for key, row in rows.items():
-        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
+    rows = read_steps("x4_trainer_single.json")
+    check_table(rows, labels)
     theirs, bf16, fp8 = (rows[key]["us"] for key in labels)
     factors = f"step takes {theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8; FP8 is"
     assert f"{factors} {bf16 / fp8:.2f} times as fast as bf16." in page
@@ -148,13 +156,8 @@ def test_what_loops_cost_is_committed():
         "bf16, `-ring-overlap`",
         ("fsdp=2,expert=2 balanced", "none+gathered"): "(2, 2), four microbatches: moax, `none+gathered`",
     }
-    rows = {}
-    for row in read_rows("x4_trainer_loops.json"):
-        way = row["recipe"] if row["impl"] == "moax" else row["impl"]
-        rows[row["case"].removeprefix("qwen3-30b "), way] = row
-    assert rows.keys() == labels.keys()
-    for key, row in rows.items():
-        assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
+    rows = read_steps("x4_trainer_loops.json")
+    check_table(rows, labels)
     ring, limited, whole, by_experts, ours, ring2, gathered = (rows[key] for key in labels)
     assert f"**Loops cost {1 - whole['us'] / limited['us']:.0%} on (1, 4).**".replace("%", " %") in page
     assert f"{idle_ms(limited):.1f} ms of `none` are neither compute nor wire, and {idle_ms(whole):.1f} ms of" in page

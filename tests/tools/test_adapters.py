@@ -196,6 +196,25 @@ def framework(monkeypatch):
     return SimpleNamespace(layer=moe.RoutedMoE, train=train)
 
 
+def test_the_command_installs_its_whole_word(framework, monkeypatch):
+    """Breaks if the command reads a part of its first word and then trains without it."""
+    pytest.importorskip("flax")
+    app = pytest.importorskip("absl.app")
+    options = []
+    words = []
+    monkeypatch.setattr(maxtext, "run_layer", lambda *args: options.append(args[-1]))
+    monkeypatch.setattr(maxtext, "check_kept", lambda *args: None)
+    monkeypatch.setattr(app, "run", lambda command, argv: words.extend(argv[1:]))
+    framework.train.main = None
+    maxtext.main(["fp8_block+kept+whole", "base.yml"])
+    assert words == ["base.yml"]
+    layer = framework.layer()
+    layer.config = None
+    layer(jnp.ones((1, 1, 4)))
+    assert options[0].recipe == "fp8_block" and options[0].buffer_factor is None
+    assert hasattr(framework.train.gradient_accumulation_loss_and_grad, "__wrapped__")
+
+
 def test_install_replaces_what_it_replaced_before(framework):
     """Breaks if a second `install` quantizes twice a step, or if `kept` outlives an `install` without it."""
     pytest.importorskip("flax")

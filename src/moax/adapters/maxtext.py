@@ -108,9 +108,7 @@ def read_arm(word: str) -> Arm:
     if word not in arms:
         names = ", ".join(["none", *RECIPES])
         suffixes = " or ".join(f"+{choice}" for choice in KEPT)
-        raise ValueError(
-            f"the recipe {word!r} must be one of {names}, or one of them with {suffixes}, and with +whole behind these"
-        )
+        raise ValueError(f"the recipe {word!r} must be one of {names}, then {suffixes} or neither, then +whole or not")
     return arms[word]
 
 

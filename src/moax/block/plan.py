@@ -117,7 +117,7 @@ def make_plan(
       gathered: whether wi and wo come quantized and gathered.
 
     Raises:
-      ValueError: no transport has the name of `options.exchange`.
+      ValueError: no transport has the name of `options.exchange`, or int32 cannot count the rows of the worst routing.
       Unsupported: kernels chosen by name cannot run.
     """
     recipe = get_recipe(options.recipe)

@@ -105,7 +105,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     Raises:
       ValueError: the engine is unknown, a mesh axis of more than one device has no role, some axes are Auto and others
         Explicit, an operand is of another mesh, or some axes that `axes` names are Manual and others are not.
-      Unsupported: this mesh cannot run the engine.
+      Unsupported: this mesh cannot run the engine, or a vmap goes over a dim that Explicit axes split.
     """
     check_value("engine", engine, ENGINES)
     check_value("axes", axes, Axes)

@@ -78,7 +78,7 @@ def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
       The metrics, [...] f32 each; 0 without tokens.
 
     Raises:
-      ValueError: tokens_per_expert is no array of integers.
+      ValueError: tokens_per_expert is no array of integers, or E is 0.
     """
     check_arrays("tokens_per_expert int [..., E]", tokens_per_expert)
     check_value("tokens_per_expert: E", tokens_per_expert.shape[-1], int)

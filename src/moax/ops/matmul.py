@@ -98,8 +98,8 @@ def grouped_matmul(
       y: [M, *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
-      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or w has a layout that
-        cannot be gathered.
+      ValueError: the shapes do not fit, a dim of w is 0, align is no multiple of the recipe's blocks of rows, or w has
+        a layout that cannot be gathered.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     view = find_mesh_view(axes, engine, x, w)
@@ -149,7 +149,8 @@ def dense(
       y: [..., *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
-      ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
+      ValueError: the shapes do not fit, a dim of w is 0, the mesh does not divide the rows, or w has a layout that
+        cannot be gathered.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     view = find_mesh_view(axes, engine, x, w)
