@@ -67,11 +67,20 @@ def list_variants(args: argparse.Namespace, folder: Path, large: bool) -> list[V
 
 
 def order_variants(variants: list[Variant], words: list[str] | None) -> list[Variant]:
-    """Returns the variants whose names have a word, those of the first word first; without words all, by rank."""
+    """Returns the variants that words name, those of the first word first; without words all, by rank.
+
+    A word that is the name of a variant names it alone; any other word names each variant whose name has it.
+    """
     if not words:
         return sorted(variants, key=lambda one: one.way.rank)
-    named = (one for word in words for one in variants if word in one.name)
-    return list({one.name: one for one in named}.values())
+    by_name = {one.name: one for one in variants}
+    chosen: dict[str, Variant] = {}
+    for word in words:
+        if word in by_name:
+            chosen[word] = by_name[word]
+        else:
+            chosen |= {name: one for name, one in by_name.items() if word in name}
+    return list(chosen.values())
 
 
 def list_settings(args: argparse.Namespace, layers: int, microbatches: int, folder: Path) -> list[str]:
@@ -115,7 +124,7 @@ def main() -> int:
         "--only",
         action="append",
         metavar="WORD",
-        help="variants whose 'case way recipe' has the word; repeatable, and the first word's run first",
+        help="variants whose 'case way recipe' is or has the word; repeatable, and the first word's run first",
     )
     add(
         "--mesh",

@@ -166,15 +166,10 @@ NOTES = {"-ring": "drops what exceeds 1.5 times the balanced rows of a GPU"}
 
 def list_ways(mesh: Mesh | None, microbatches: int) -> list[Way]:
     """Returns the ways on a mesh, or on one GPU; the most important come first."""
-    if mesh is None:
-        ways = list(WAYS)
-    else:
-        ways = sorted(_on_mesh(mesh), key=lambda way: way.rank)
-    if microbatches > 1:
-        return ways
-    # One microbatch uses the weights once. MaxText then has no accumulation, before which the weights could be cast.
-    first = [dataclasses.replace(way, rank=0) for way in ways if way.name == OURS and not way.kept]
-    return sorted([*(way for way in ways if way.name != OURS), *first], key=lambda way: way.rank)
+    ways = WAYS if mesh is None else tuple(_on_mesh(mesh))
+    if microbatches == 1:
+        ways = [dataclasses.replace(way, rank=0) if way.name == OURS else way for way in ways]
+    return sorted(ways, key=lambda way: way.rank)
 
 
 def _on_mesh(mesh: Mesh) -> Iterator[Way]:
@@ -198,7 +193,10 @@ def _on_mesh(mesh: Mesh) -> Iterator[Way]:
     yield Way(OURS, layout, rank=1, overlap=overlap)
     yield Way(OURS, layout, recipe="fp8_block", rank=1, overlap=overlap)
     if mesh.expert > WHOLE_RANKS:
-        yield Way(OURS, layout, buffer_factor=None, note=WHOLE, rank=1, overlap=overlap)
+        whole = Way(OURS, layout, buffer_factor=None, note=WHOLE, rank=1, overlap=overlap)
+        yield whole
+        yield dataclasses.replace(whole, kept="kept", note=f"{CAST}, {WHOLE}")
+        yield dataclasses.replace(whole, recipe="fp8_block", kept="kept")
     yield dataclasses.replace(CAPACITY, rank=1)
     for name, settings in choices.items():
         note = ", ".join(filter(None, ("compiled with moax.OVERLAP_OPTIONS", NOTES.get(name))))

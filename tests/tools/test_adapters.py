@@ -181,6 +181,10 @@ def test_the_command_without_maxtext_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+def has_quantized(layer) -> bool:
+    return hasattr(layer, "quantized_weights")
+
+
 @pytest.fixture
 def framework(monkeypatch):
     """MaxText's two modules that `install` changes, as far as it reads them."""
@@ -192,7 +196,8 @@ def framework(monkeypatch):
     train = types.ModuleType("train")
     monkeypatch.setattr(sys.modules["maxtext.trainers.pre_train"], "train", train, raising=False)
     moe.RoutedMoE = type("RoutedMoE", (), {"__call__": lambda layer, x: x})
-    train.gradient_accumulation_loss_and_grad = lambda *args: "accumulated"
+    train.loss_fn = lambda model, config, *rest: [has_quantized(layer) for layer in model]
+    train.gradient_accumulation_loss_and_grad = lambda loss, config, model, *rest: loss(model, config, *rest)
     return SimpleNamespace(layer=moe.RoutedMoE, train=train)
 
 
@@ -217,36 +222,40 @@ def test_the_command_installs_its_whole_word(framework, monkeypatch):
 
 def test_install_replaces_what_it_replaced_before(framework):
     """Breaks if a second `install` quantizes twice a step, or if `kept` outlives an `install` without it."""
-    pytest.importorskip("flax")
-    own = framework.train.gradient_accumulation_loss_and_grad
+    own = (framework.train.loss_fn, framework.train.gradient_accumulation_loss_and_grad)
     theirs = framework.layer.__call__
     for _ in range(2):
         maxtext.install(kept="gathered")
-        assert framework.train.gradient_accumulation_loss_and_grad.__wrapped__ is own
-    with pytest.raises(ValueError, match="scan_layers=False"):
-        framework.train.gradient_accumulation_loss_and_grad(None, config(scan_layers=True), None)
+        assert framework.train.loss_fn.__wrapped__ is own[0]
+        assert framework.train.gradient_accumulation_loss_and_grad.__wrapped__ is own[1]
     with pytest.raises(ValueError, match="kept=True must be None, or one of 'kept', 'gathered'"):
         maxtext.install(kept=True)
     maxtext.install()
-    assert framework.train.gradient_accumulation_loss_and_grad is own
+    assert own == (framework.train.loss_fn, framework.train.gradient_accumulation_loss_and_grad)
     assert framework.layer.__call__ is not theirs
     with pytest.raises(TypeError, match="recipes"):
         maxtext.install(recipes="fp8_block")
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        (dict(scan_layers=True, gradient_accumulation_steps=4), "scan_layers=False"),
-        (dict(gradient_accumulation_steps=1), "needs several microbatches"),
-    ],
-)
-def test_kept_needs_microbatches_and_layers_without_a_scan(settings, said):
-    """Breaks if `+kept` does nothing, or fails by a shape in MaxText."""
-    for kept in ("kept", "gathered"):
-        with pytest.raises(ValueError, match=rf"\+{kept} .*{said}"):
-            maxtext.check_kept(config(**settings), kept)
-        maxtext.check_kept(config(gradient_accumulation_steps=4), kept)
+@pytest.mark.parametrize("kept", ["kept", "gathered"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_layers_have_quantized_weights_for_a_step(framework, monkeypatch, kept, microbatches):
+    """Breaks if the weights of a step of one microbatch are not quantized once, or stay in MaxText's state."""
+    nnx = pytest.importorskip("flax.nnx")
+    monkeypatch.setattr(nnx, "iter_graph", lambda model: ((None, node) for node in model))
+    calls = []
+    monkeypatch.setattr(maxtext, "quantize_layer", lambda layer, options, kept: calls.append(kept))
+    maxtext.install(kept=kept)
+    settings = config(gradient_accumulation_steps=microbatches)
+    model = [framework.layer(), framework.layer()]
+    if microbatches == 1:
+        quantized = framework.train.loss_fn(model, settings)
+    else:
+        quantized = framework.train.gradient_accumulation_loss_and_grad(framework.train.loss_fn, settings, model)
+    assert quantized == [True, True] and calls == [kept] * 2
+    assert not any(has_quantized(layer) for layer in model)
+    with pytest.raises(ValueError, match=rf"\+{kept} needs scan_layers=False"):
+        framework.train.loss_fn(model, config(scan_layers=True))
 
 
 @pytest.mark.parametrize("kept", ["kept", "gathered"])

@@ -3,7 +3,7 @@
     python -m moax.adapters.maxtext fp8_block base.yml model_name=qwen3-30b-a3b run_name=first
 
 is MaxText's training command with moax's block. The first word is the name of a recipe, or `none`; MaxText reads the
-other words. `fp8_block+kept` also quantizes the weights once a step, for all microbatches of
+other words. `fp8_block+kept` also quantizes the weights once a step, for forward, backward and all microbatches of
 `gradient_accumulation_steps`, and `none+kept` casts them once. `fp8_block+gathered` and `none+gathered` also gather
 them over fsdp once a step, so that each GPU holds its experts whole. `+whole` behind one of these words is
 `buffer_factor=None` of `moax.Options`. A program of your own calls `install` before it trains.
@@ -11,12 +11,13 @@ them over fsdp once a step, so that each GPU holds its experts whole. `+whole` b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -116,9 +117,9 @@ def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> N
     """Replaces the call of MaxText's layer `RoutedMoE` in this process, until the next call of `install`.
 
     Args:
-      kept: what is done once a step, for all microbatches of it. "kept" quantizes the weights, or casts them to
-        MaxText's `dtype` where `recipe` is None. "gathered" also gathers them over fsdp. None leaves all to each
-        microbatch. The other two need MaxText's `scan_layers=False`, and `gradient_accumulation_steps` above 1.
+      kept: what is done once a step, for forward, backward and all microbatches. "kept" quantizes the weights, or
+        casts them to MaxText's `dtype` where `recipe` is None. "gathered" also gathers them over fsdp. None leaves all
+        to each call of a layer. The other two need MaxText's `scan_layers=False`.
       **options: the fields of `moax.Options`. The default of `axes` is `AXES`, which names MaxText's mesh axes, and
         `AXES_BY_EXPERTS` with MaxText's `shard_exp_on_fsdp=True`.
 
@@ -142,10 +143,13 @@ def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> N
         return run_layer(layer, x, gate_inputs, forced_routed_experts, layer_options)
 
     RoutedMoE.__call__ = call
-    # An earlier call of `install` may have wrapped MaxText's function.
+    # An earlier call of `install` may have wrapped MaxText's functions.
+    loss = inspect.unwrap(train.loss_fn)
     accumulate = inspect.unwrap(train.gradient_accumulation_loss_and_grad)
     if kept is not None:
-        accumulate = quantize_before(accumulate, layer_options, kept)
+        loss = quantize_for_loss(loss, layer_options, kept)
+        accumulate = quantize_for_microbatches(accumulate, layer_options, kept)
+    train.loss_fn = loss
     train.gradient_accumulation_loss_and_grad = accumulate
 
 
@@ -289,12 +293,9 @@ def check_layer(layer: Any) -> None:
 
 
 def check_kept(config: Any, kept: Kept) -> None:
-    """Raises ValueError where MaxText's settings leave nothing to quantize once a step."""
+    """Raises ValueError where a scan over layers would copy what is quantized once a step."""
     if config.scan_layers:
         raise ValueError(f"+{kept} needs scan_layers=False: a scan over layers copies the quantized weights")
-    if config.gradient_accumulation_steps < 2:
-        steps = f"gradient_accumulation_steps={config.gradient_accumulation_steps}"
-        raise ValueError(f"+{kept} needs several microbatches, and {steps}: run the recipe without +{kept}")
 
 
 def activation_of(config: Any) -> Activation:
@@ -374,7 +375,7 @@ def bias_update(config: Any, tokens_per_expert: Int[Array, " E"]) -> Array:
     return update_router_bias(bias, tokens_per_expert, config.routed_bias_update_rate)
 
 
-def quantize_before(accumulate: Callable[..., Any], options: Options, kept: Kept) -> Callable[..., Any]:
+def quantize_for_microbatches(accumulate: Callable[..., Any], options: Options, kept: Kept) -> Callable[..., Any]:
     """Returns MaxText's accumulation of gradients, which first quantizes the weights of all layers.
 
     Args:
@@ -382,25 +383,63 @@ def quantize_before(accumulate: Callable[..., Any], options: Options, kept: Kept
       options: the options of `moax.moe`.
       kept: see `install`.
     """
-    from flax import nnx
-    from maxtext.layers.moe import RoutedMoE
 
     @functools.wraps(accumulate)
     def accumulate_quantized(loss, config, model, *rest):
-        check_kept(config, kept)
-        layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
-        for layer in layers:
-            layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
-        result = accumulate(loss, config, model, *rest)
-        for layer in layers:
-            del layer.quantized_weights  # The state of a step has no quantized weights.
-        return result
+        with quantize_layers(model, config, options, kept):
+            return accumulate(loss, config, model, *rest)
 
     return accumulate_quantized
 
 
+def quantize_for_loss(loss: Callable[..., Any], options: Options, kept: Kept) -> Callable[..., Any]:
+    """Returns MaxText's loss, which first quantizes the weights of all layers where a step has one microbatch.
+
+    Args:
+      loss: `loss_fn` of MaxText.
+      options: the options of `moax.moe`.
+      kept: see `install`.
+    """
+
+    @functools.wraps(loss)
+    def loss_quantized(model, config, *rest, **keywords):
+        if config.gradient_accumulation_steps > 1:
+            return loss(model, config, *rest, **keywords)
+        with quantize_layers(model, config, options, kept):
+            return loss(model, config, *rest, **keywords)
+
+    return loss_quantized
+
+
+@contextlib.contextmanager
+def quantize_layers(model: Any, config: Any, options: Options, kept: Kept) -> Iterator[None]:
+    """Gives each layer of a model of MaxText its quantized weights, as long as the context lasts.
+
+    Args:
+      model: an nnx module of MaxText.
+      config: MaxText's config.
+      options: the options of `moax.moe`.
+      kept: see `install`.
+
+    Raises:
+      ValueError: MaxText scans over the layers.
+    """
+    from flax import nnx
+    from maxtext.layers.moe import RoutedMoE
+
+    check_kept(config, kept)
+    layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
+    for layer in layers:
+        layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.quantized_weights  # The state of a step has no quantized weights.
+
+
 def quantize_layer(layer: Any, options: Options, kept: Kept) -> QuantizedParams:
-    """Returns the quantized weights of a layer of MaxText, for all microbatches of a step."""
+    """Returns the quantized weights of a layer of MaxText, for one step."""
     return quantize_params(
         params_of(layer),
         config_of(layer),

@@ -39,7 +39,8 @@ DEEPSEEK = (
     "norm_topk_prob=True",
     "routed_bias_update_rate=0.05",
 )
-MICROBATCHES = ("gradient_accumulation_steps=2", "scan_layers=False")
+NO_SCAN = "scan_layers=False"
+MICROBATCHES = ("gradient_accumulation_steps=2", NO_SCAN)
 
 
 def train(
@@ -106,11 +107,15 @@ def checkpoints(folder: Path, what: str, settings: tuple[str, ...]) -> None:
 
 
 def microbatches(folder: Path, what: str, settings: tuple[str, ...]) -> None:
-    """Prints rows of two microbatches a step, by moax beside MaxText."""
+    """Prints rows of two microbatches a step and of one, by moax beside MaxText."""
     want = train(STOCK, folder, "sums", 3, *settings, *MICROBATCHES)
     for arm in ("none", "none+kept", "none+gathered"):
         sums = train([*MOAX, arm], folder, arm, 3, *settings, *MICROBATCHES)
         report(f"{what}: two microbatches, {arm}", None, 2e-5, sums, want)
+    want = train(STOCK, folder, "unrolled", 3, *settings, NO_SCAN)
+    for arm in ("none+kept", "none+gathered"):
+        once = train([*MOAX, arm], folder, f"once {arm}", 3, *settings, NO_SCAN)
+        report(f"{what}: one microbatch, {arm}", None, 2e-5, once, want)
 
 
 def recipes(folder: Path) -> None:
@@ -121,6 +126,8 @@ def recipes(folder: Path) -> None:
     each = train([*MOAX, "fp8_block"], folder, "each", 2, *MIXTRAL, *MICROBATCHES)
     once = train([*MOAX, "fp8_block+kept"], folder, "once", 2, *MIXTRAL, *MICROBATCHES)
     report("weights quantized once for two microbatches", "fp8_block", 2e-5, once, each)
+    gathered = train([*MOAX, "fp8_block+gathered"], folder, "gathered", 2, *MIXTRAL, NO_SCAN)
+    report("weights gathered once for one microbatch", "fp8_block", 2e-5, gathered, quantized)
 
 
 def main() -> None:
