@@ -174,6 +174,32 @@ def test_what_loops_cost_is_committed():
     assert f"takes {times[0]} with 1.25 and {times[1]} with `None`, which takes {memory:.1f} GB more" in on_memory
 
 
+def test_what_one_gather_gains_is_committed():
+    """Breaks if the pages on MaxText and on microbatches show another gain of `+gathered` than was measured."""
+    page = " ".join(PAGE.split())
+    labels = {
+        ("fsdp=2 x1 balanced", "maxtext-tokamax-experts-overlap"): "(2, 1) MaxText, tokamax, bf16, `-experts-overlap`",
+        ("fsdp=2 x1 balanced", "none"): "(2, 1) moax, `none`",
+        ("fsdp=2 x1 balanced", "none+gathered"): "(2, 1) moax, `none+gathered`",
+        ("expert=2 x1 balanced", "none"): "(1, 2) moax, `none`",
+    }
+    rows = read_steps("h200x2_trainer_gathered.json")
+    check_table(rows, labels)
+    theirs, plain, gathered, _ = (rows[key] for key in labels)
+    factors = [f"{theirs['us'] / row['us']:.2f}" for row in (plain, gathered)]
+    memory = (gathered["extra"]["peak_bytes"] - plain["extra"]["peak_bytes"]) / 1e9
+    sentence = "MaxText's step takes {} times that of `none`, and {} times that of `none+gathered`, whose weights take"
+    assert f"{sentence.format(*factors)} {memory:.1f} GB more for 4 layers." in page
+    their_losses, plain_losses, losses = (row["extra"]["losses"] for row in (theirs, plain, gathered))
+    distance = max(abs(a - b) / b for a, b in zip(losses, plain_losses, strict=True))
+    above = their_losses[9] / losses[9] - 1
+    sentence = f"differ by {distance:.3%} at most on (2, 1), and MaxText's is {above:.2%} above them at the tenth step"
+    assert sentence.replace("%", " %") in page
+    on_microbatches = (ROOT / "docs/how-to/microbatches.md").read_text()
+    times = [round(row["us"] / 1e3) for row in (gathered, plain)]
+    assert f"on fsdp 2 takes {times[0]} ms with it and {times[1]} without." in on_microbatches
+
+
 def test_an_uneven_load_is_committed():
     """Breaks if the page on memory shows another time of an uneven load than was measured."""
     page = " ".join((ROOT / "docs/how-to/remat.md").read_text().split())

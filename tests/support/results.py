@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-MEASURED = [f"src/moax/{folder}" for folder in ("kernels", "block", "ops", "exchange")]  # what a result measures
+# What a result measures.
+MEASURED = [f"src/moax/{folder}" for folder in ("kernels", "block", "ops", "exchange", "mesh", "adapters")]
 
 
 class Origin(NamedTuple):
@@ -47,10 +48,10 @@ def git(*command: str) -> subprocess.CompletedProcess:
 
 
 def age_of(sha: str) -> int | None:
-    """The commits between this one and today that touch src/; None for a commit that is not in today's history."""
+    """The commits after this one that changed `MEASURED`; None for a commit that is not in today's history."""
     if git("merge-base", "--is-ancestor", sha, "HEAD").returncode != 0:
         return None
-    return int(git("rev-list", "--count", f"{sha}..HEAD", "--", "src").stdout)
+    return int(git("rev-list", "--count", f"{sha}..HEAD", "--", *MEASURED).stdout)
 
 
 def cited_files(text: str) -> list[str]:
