@@ -276,7 +276,7 @@ def lower_scan(gpus: int, layers: int, recipe: str | None):
         params, x = make_operands(QWEN3, gpus * TOKENS, layers=layers)
         split = NamedSharding(x.sharding.mesh, PartitionSpec(None, "fsdp"))
         dense = jax.ShapeDtypeStruct((layers, QWEN3.d_model, QWEN3.d_model), BF16, sharding=split)
-        return make_step(QWEN3, recipe, "hopper").lower(
+        return make_step(QWEN3, recipe, kernels="hopper").lower(
             {"dense": [dense] * DENSE, "moe": params},
             x,
         )

@@ -1,10 +1,10 @@
 """How much of the wire of layers' weights hides behind the work: `python -m benchmarks.block.overlap --mesh 1,2`.
 
-A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run in `jax.lax.scan`,
-forward and backward, with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh, so that a
-mesh would take the time of fsdp 1 if the wire of its weights were hidden whole. A mesh with fsdp runs with the options
-of `moax.OVERLAP_OPTIONS`, and for the tokens of `--installed` as XLA is installed too; the two differ by the order of
-sums. `--peer` adds the same layers in PyTorch with FSDP2, on the meshes without ep.
+A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run forward and backward,
+with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh, so that a mesh would take the time
+of fsdp 1 if the wire of its weights were hidden whole. A mesh with fsdp runs with `moax.OVERLAP_OPTIONS`, and for the
+tokens of `--installed` as XLA is installed too; the two differ by the order of sums. `--ways` tells how the layers run.
+`--peer` adds the same layers in PyTorch with FSDP2, on the meshes without ep.
 
 Each case has a process of its own. All cases compile side by side, and then run one after another.
 """
@@ -35,6 +35,10 @@ CONFIGS = {name: model.config for name, model in MODELS.items()} | {TINY[0].name
 DENSE = 4
 FSDP2 = "fsdp2"  # the peer in PyTorch
 WORKERS = {report.OURS: "benchmarks.block.overlap_worker", FSDP2: "benchmarks.peers.fsdp2"}
+SCAN = "scan"  # `jax.lax.scan` over stacked weights
+LOOP = "loop"  # a loop of Python, in which each layer has weights of its own
+GATHERED = "gathered"  # the loop, with the experts' weights quantized, or cast, and gathered once a step
+WAYS = (SCAN, LOOP, GATHERED)
 LABELS = {"none": "bf16"}  # of recipes, in the picture
 
 
@@ -49,6 +53,7 @@ class Case:
       fsdp, ep: the sizes of the mesh.
       recipe: the recipe of all products; "none" is bfloat16.
       options: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
+      way: how the layers run, one of `WAYS`.
       impl: "moax", or the name of a peer.
     """
 
@@ -59,6 +64,7 @@ class Case:
     ep: int
     recipe: str
     options: bool
+    way: str = SCAN
     impl: str = report.OURS
 
 
@@ -68,41 +74,65 @@ def norm(x):
     return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype)
 
 
-def make_step(config: moax.MoEConfig, recipe: str | None, kernels: str = "auto"):
-    """Returns loss and gradients of the layers."""
+def make_step(config: moax.MoEConfig, recipe: str | None, way: str = SCAN, kernels: str = "auto"):
+    """Returns loss and gradients of the layers of `make_arrays`."""
+    options = moax.Options(recipe=recipe, kernels=kernels)
 
-    def layer(x, weights):
+    def run_layer(x, weights, quantized=None):
         h = norm(x)
         for w in weights["dense"]:
             h = jax.nn.relu(moax.ops.dense(h, w, recipe=recipe, kernels=kernels))
         x = x + h
-        y, stats = moax.moe(norm(x), weights["moe"], config, recipe=recipe, kernels=kernels)
+        y, stats = moax.moe(norm(x), weights["moe"], config, options, quantized=quantized)
         return x + y, stats.aux_loss
 
-    def loss(stack, x):
-        y, aux = jax.lax.scan(jax.checkpoint(layer, policy=POLICY, prevent_cse=False), x, stack)
+    def run_scan(x, stack):
+        return jax.lax.scan(jax.checkpoint(run_layer, policy=POLICY, prevent_cse=False), x, stack)
+
+    def run_loop(x, layers):
+        losses = []
+        quantized = None
+        for weights in layers:
+            if way == GATHERED:
+                quantized = moax.quantize_params(weights["moe"], config, options, gather=True)
+            x, aux_loss = jax.checkpoint(run_layer, policy=POLICY)(x, weights, quantized)
+            losses.append(aux_loss)
+        return x, jnp.stack(losses)
+
+    def loss(layers, x):
+        run = run_scan if way == SCAN else run_loop
+        y, aux = run(x, layers)
         return jnp.mean(jnp.square(y.astype(jnp.float32))) + aux.sum()
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def make_arrays(config: moax.MoEConfig, layers: int, rows: int) -> tuple[Any, jax.Array]:
-    """Returns the stacked weights in bfloat16, and the tokens."""
+def make_arrays(config: moax.MoEConfig, layers: int, way: str, rows: int) -> tuple[Any, jax.Array]:
+    """Returns the weights of the layers in bfloat16, stacked for a scan or in a list for a loop, and the tokens."""
     width = config.d_model
-    one = moax.init(jax.random.key(1), config, dtype=jnp.bfloat16)
-    one = dataclasses.replace(one, router=jax.random.normal(jax.random.key(2), one.router.shape) * width**-0.5)
-    moe = jax.tree.map(lambda v: jnp.stack([v] * layers), one)
-    keys = jax.random.split(jax.random.key(3), DENSE)
-    dense = [jax.random.normal(key, (layers, width, width), jnp.bfloat16) * width**-0.5 for key in keys]
+    moe = moax.init(jax.random.key(1), config, dtype=jnp.bfloat16)
+    moe = dataclasses.replace(moe, router=jax.random.normal(jax.random.key(2), moe.router.shape) * width**-0.5)
+    dense = [
+        jax.random.normal(key, (layers, width, width), jnp.bfloat16) * width**-0.5
+        for key in jax.random.split(jax.random.key(3), DENSE)
+    ]
     x = jax.random.normal(jax.random.key(0), (rows, width), jnp.bfloat16)
-    return {"dense": dense, "moe": moe}, x
+    if way == SCAN:
+        return {"dense": dense, "moe": jax.tree.map(lambda v: jnp.stack([v] * layers), moe)}, x
+    return [{"dense": [w[layer] for w in dense], "moe": jax.tree.map(jnp.copy, moe)} for layer in range(layers)], x
 
 
-def find_shardings(config: moax.MoEConfig, mesh: Mesh) -> tuple[Any, NamedSharding]:
+def find_shardings(config: moax.MoEConfig, layers: int, way: str, mesh: Mesh) -> tuple[Any, NamedSharding]:
     """Returns the sharding of each array of `make_arrays`."""
-    moe = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(None, *spec)), moax.param_specs(config))
-    dense = [NamedSharding(mesh, PartitionSpec(None, "fsdp"))] * DENSE
-    return {"dense": dense, "moe": moe}, NamedSharding(mesh, PartitionSpec(("fsdp", "ep")))
+    tokens = NamedSharding(mesh, PartitionSpec(("fsdp", "ep")))
+    stacked = (None,) if way == SCAN else ()
+    weights = {
+        "dense": [NamedSharding(mesh, PartitionSpec(*stacked, "fsdp"))] * DENSE,
+        "moe": jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(*stacked, *spec)), moax.param_specs(config)),
+    }
+    if way == SCAN:
+        return weights, tokens
+    return [weights] * layers, tokens
 
 
 def list_cases(args: argparse.Namespace) -> list[Case]:
@@ -113,13 +143,13 @@ def list_cases(args: argparse.Namespace) -> list[Case]:
     for mesh in args.mesh.split(","):
         fsdp, ep = read_mesh(mesh)
         make = functools.partial(Case, args.model, args.layers, fsdp=fsdp, ep=ep)
-        for number, recipe in itertools.product(tokens, args.recipes.split(",")):
+        for number, recipe, way in itertools.product(tokens, args.recipes.split(","), args.ways):
             if fsdp > 1:
-                cases.append(make((number,), recipe=recipe, options=True))
+                cases.append(make((number,), recipe=recipe, options=True, way=way))
             if fsdp == 1 or number in installed:
-                cases.append(make((number,), recipe=recipe, options=False))
+                cases.append(make((number,), recipe=recipe, options=False, way=way))
         if args.peer and ep == 1:
-            cases.append(make(tokens, recipe="none", options=False, impl=FSDP2))
+            cases.append(make(tokens, recipe="none", options=False, way=LOOP, impl=FSDP2))
     return cases
 
 
@@ -146,7 +176,7 @@ def run(cases: list[Case]) -> list[dict[str, Any]]:
 
 def compare(rows: list[dict[str, Any]]) -> None:
     """Gives each row with fsdp its time over that of the row without, all else being equal."""
-    same = ("model", "layers", "tokens", "ep", "recipe", "impl")
+    same = ("model", "layers", "tokens", "ep", "recipe", "way", "impl")
     timed = [row for row in rows if "ms_a_layer" in row]
     alone = {tuple(row[name] for name in same): row["ms_a_layer"] for row in timed if row["fsdp"] == 1}
     for row in timed:
@@ -162,15 +192,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     largest = max(row["fsdp"] for row in rows)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     shown = [row for row in rows if row["ep"] == 1 and "ms_a_layer" in row]
-    for recipe, impl in dict.fromkeys((row["recipe"], row["impl"]) for row in shown):
-        line = [row for row in shown if (row["recipe"], row["impl"]) == (recipe, impl)]
+    for recipe, way, impl in dict.fromkeys((row["recipe"], row["way"], row["impl"]) for row in shown):
+        line = [row for row in shown if (row["recipe"], row["way"], row["impl"]) == (recipe, way, impl)]
         color = None
         for fsdp, style in ((1, "--o"), (largest, "-o")):
             points = [
                 row for row in line if row["fsdp"] == fsdp and row["options"] == (fsdp > 1 and impl == report.OURS)
             ]
             where = "one GPU" if fsdp == 1 else f"fsdp {fsdp}"
-            label = f"{impl}, {LABELS.get(recipe, recipe)}, {where}"
+            label = f"{impl}, {LABELS.get(recipe, recipe)}, {way}, {where}"
             numbers = [row["tokens"] for row in points], [row["ms_a_layer"] for row in points]
             (drawn,) = axes.plot(*numbers, style, label=label, color=color, markersize=4)
             color = drawn.get_color()
@@ -194,6 +224,13 @@ def main() -> int:
     add("--layers", type=int, default=4, metavar="L", help="layers of a scan (default: %(default)s)")
     add("--tokens", default="8192", metavar="NUMBERS", help="tokens of a device, with commas (default: %(default)s)")
     add("--recipes", default="none,fp8_block", metavar="NAMES", help="recipes, with commas (default: %(default)s)")
+    add(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=[SCAN],
+        help="a scan over the layers, a loop of Python, or the loop with weights gathered once (default: scan)",
+    )
     add(
         "--installed",
         default="8192",

@@ -43,12 +43,12 @@ def measure(case: Case, tokens: int) -> dict[str, Any]:
     mesh = Mesh(devices, ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
     on_gpu = jax.default_backend() == "gpu"
     with jax.set_mesh(mesh):
-        shardings = find_shardings(config, mesh)
-        make = functools.partial(make_arrays, config, case.layers, tokens * devices.size)
+        shardings = find_shardings(config, case.layers, case.way, mesh)
+        make = functools.partial(make_arrays, config, case.layers, case.way, tokens * devices.size)
         shapes = jax.tree.map(
             lambda v, to: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=to), jax.eval_shape(make), shardings
         )
-        lowered = make_step(config, None if case.recipe == "none" else case.recipe).lower(*shapes)
+        lowered = make_step(config, None if case.recipe == "none" else case.recipe, case.way).lower(*shapes)
         start = time.perf_counter()
         program = lowered.compile(compiler_options=moax.OVERLAP_OPTIONS if case.options else None)
         compiled = time.perf_counter() - start

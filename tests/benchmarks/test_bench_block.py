@@ -287,7 +287,7 @@ def test_a_step_trains(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.loose
 def test_layers_in_a_scan(tmp_path, monkeypatch):
-    """Breaks if a mesh is not compared with one device, or if the options of the compiler change a number."""
+    """Breaks if a mesh is not compared with one device, or if options of the compiler or one gather change a number."""
     monkeypatch.setattr(overlap, "Worker", InThisProcess)
     out = tmp_path / "f.json"
     argv = [
@@ -300,14 +300,17 @@ def test_layers_in_a_scan(tmp_path, monkeypatch):
         "--installed",
         "64",
         "--recipes",
-        "fp8_block",
+        "none",
+        "--ways",
+        "scan",
+        "gathered",
         "--out",
         str(out),
     ]
     monkeypatch.setattr("sys.argv", ["overlap", *argv])
     assert overlap.main() == 0
     body = json.loads(out.read_text())
-    alone, with_options, installed = body["rows"]
+    alone, alone_gathered, with_options, installed, gathered, _ = body["rows"]
     assert body["header"]["options"] == moax.OVERLAP_OPTIONS
     assert (alone["fsdp"], with_options["options"], installed["options"]) == (1, True, False)
     for row in (with_options, installed):
@@ -315,13 +318,23 @@ def test_layers_in_a_scan(tmp_path, monkeypatch):
         assert row["times_fsdp_1"] == expected
     same = ("loss", "gradient_norm")
     assert [with_options[name] for name in same] == [installed[name] for name in same]
+    for row, of_scan in ((alone_gathered, alone), (gathered, with_options)):
+        assert row["way"] == "gathered"
+        assert [row[name] for name in same] == pytest.approx([of_scan[name] for name in same], rel=1e-3)
 
 
 def test_cases_of_layers_in_a_scan():
     """Breaks if a mesh has no run with the options, the peer runs on a mesh of ep, or a row is compared with one of
     another exchange of tokens, recipe or program."""
     args = SimpleNamespace(
-        model="tiny", layers=2, tokens="64,128", installed="64", recipes="none", mesh="1,2,1x2,2x2", peer=True
+        model="tiny",
+        layers=2,
+        tokens="64,128",
+        installed="64",
+        recipes="none",
+        ways=["scan"],
+        mesh="1,2,1x2,2x2",
+        peer=True,
     )
     cases = overlap.list_cases(args)
     ours = [(c.fsdp, c.ep, *c.tokens, c.options) for c in cases if c.impl == "moax"]
@@ -337,7 +350,7 @@ def test_cases_of_layers_in_a_scan():
     overlap.compare(rows)
     for row in rows:
         if row["fsdp"] > 1:
-            same = ("tokens", "ep", "recipe", "impl")
+            same = ("tokens", "ep", "recipe", "way", "impl")
             (alone,) = [r for r in rows if r["fsdp"] == 1 and all(r[name] == row[name] for name in same)]
             assert row["times_fsdp_1"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
 
