@@ -61,7 +61,7 @@ def gather_qshard(
     """
     scale = gather_weight(shard.scale, scale_axes, equal=equal)
     values = shard.data
-    if scales_first:
+    if scales_first and any(gather):
         values, scale = lax.optimization_barrier((values, scale))
     return QShard(gather_weight(values, gather, equal=equal), scale)
 

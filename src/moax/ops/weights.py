@@ -213,8 +213,10 @@ def gather_shard(
     sign = collectives.vary_like(jnp.zeros(1), shard)
     if weight.gathered:
         return GatheredWeight(_make_operand(weight, static.use, shard), sign)
-    # Backward gathers a weight again, so that XLA must not keep the weight that forward gathered.
-    if after or static.use == "dgrad":
+    # Backward gathers, quantizes or casts again, so that XLA must not keep the weight that forward made. On one device
+    # a weight that nothing makes has no barrier: a matmul then reads it where it lies in the stack of a scan.
+    made = quantized is None and (recipe.w is not None or shard.dtype != weight.dtype)
+    if (made or weight.axes.all) and (after or static.use == "dgrad"):
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
     return GatheredWeight(_make_operand(weight, static.use, whole), sign)
@@ -249,6 +251,8 @@ def _make_operand(weight: WeightSpec, use: Use, whole: Any) -> Operand:
         operand = flatten_columns(whole, False)
     else:
         operand = implementation(weight.kernels).make_weight_operand(whole, weight.recipe, use)
+    if not weight.axes.all:
+        return operand
     # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
     return lax.optimization_barrier(operand)
 
@@ -367,6 +371,8 @@ def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Arra
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):
     # Nothing reads the values of w, whose layout the op needs.
     shard = sum_shards(weight, layout, partial)
+    if not weight.axes.all:
+        return shard  # the matmul then writes it where it belongs in the stack of a scan
     if not any(layout.gather):
         return lax.optimization_barrier(shard)
     # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
