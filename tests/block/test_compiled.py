@@ -278,6 +278,26 @@ def test_a_quantized_weight_crosses_while_a_layer_is_made_again(recipe):
     assert (wo, wi) == (False, recipe is None)
 
 
+@pytest.mark.parametrize("dtype, once", [(jnp.bfloat16, False), (jnp.float32, True)])
+def test_no_weight_of_one_device_is_behind_a_barrier(dtype, once):
+    """Breaks if XLA copies the weights of each layer out of the stack of a scan, or a gradient into its stack: it reads
+    and writes no slice in place behind a barrier."""
+    params = moax.init(jax.random.key(0), CONFIG, dtype=dtype)
+    x = jnp.ones((64, CONFIG.d_model), jnp.bfloat16)
+
+    def both(x, params, quantized, dy):
+        y, pull = jax.vjp(lambda x, p: moax.moe(x, p, CONFIG, quantized=quantized)[0], x, params)
+        return y, pull(dy)
+
+    quantized = moax.quantize_params(params, CONFIG) if once else None
+    with jax.disable_jit():  # one flat jaxpr
+        jaxpr = jax.make_jaxpr(both)(x, params, quantized, x).jaxpr
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    assert len(barriers) > 2
+    behind = {v.aval.size for eqn in barriers for v in eqn.invars}
+    assert not behind & {params.wi.size, params.wo.size}
+
+
 def has_barrier(op) -> bool:
     """Whether the barrier with the sign of a gather stands in front of the all-gather of an op."""
     inner = op.params["jaxpr"].eqns

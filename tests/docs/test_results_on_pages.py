@@ -200,6 +200,20 @@ def test_what_one_gather_gains_is_committed():
     assert f"on fsdp 2 takes {times[0]} ms with it and {times[1]} without." in on_microbatches
 
 
+def test_layers_in_a_scan_are_committed():
+    """Breaks if the pages show another time of layers in a scan on one GPU than was measured."""
+    page = (ROOT / "docs/how-to/stack-layers.md").read_text()
+    ms = {
+        (row["tokens"], row["impl"], row["recipe"]): f"{row['ms_a_layer']:.2f}" for row in read_rows("h200_scan.json")
+    }
+    for tokens in (4096, 8192, 16384):
+        cells = [ms[tokens, *way] for way in (("moax", "none"), ("moax", "fp8_block"), ("fsdp2", "none"))]
+        assert f"| {tokens} | {' | '.join(cells)} |" in page
+    overlap = " ".join((ROOT / "docs/how-to/overlap.md").read_text().split())
+    sentence = f"one GPU takes {ms[8192, 'moax', 'none']} ms in bf16 and {ms[8192, 'moax', 'fp8_block']} in `fp8_block`"
+    assert f"{sentence} with 8192 tokens." in overlap
+
+
 def test_an_uneven_load_is_committed():
     """Breaks if the page on memory shows another time of an uneven load than was measured."""
     page = " ".join((ROOT / "docs/how-to/remat.md").read_text().split())
@@ -233,6 +247,8 @@ def test_the_language_model_on_four_gpus_is_committed():
     page = " ".join(PAGE.split())
     assert f"takes {bf16 / one_bf16:.3f} times as long in bf16, and {fp8 / one_fp8:.3f} times in FP8" in page
     assert f"FP8 is {bf16 / fp8:.2f} times as fast as bf16 there" in page
+    bf16, fp8 = (f"{row['us'] / 1e3:.1f}" for row in read_rows("h200_train.json"))
+    assert f"the step takes {bf16} ms in bf16 and {fp8} in `fp8_block` (" in " ".join(PAGE.split())
 
 
 def check_causes(ms: dict[tuple[str, str, str], float]) -> None:

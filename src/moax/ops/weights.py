@@ -213,10 +213,11 @@ def gather_shard(
     sign = collectives.vary_like(jnp.zeros(1), shard)
     if weight.gathered:
         return GatheredWeight(_make_operand(weight, static.use, shard), sign)
-    # Backward gathers, quantizes or casts again, so that XLA must not keep the weight that forward made. On one device
-    # a weight that nothing makes has no barrier: a matmul then reads it where it lies in the stack of a scan.
-    made = quantized is None and (recipe.w is not None or shard.dtype != weight.dtype)
-    if (made or weight.axes.all) and (after or static.use == "dgrad"):
+    # Backward gathers, quantizes or casts a weight again, so that XLA must not keep the weight that forward made. A
+    # weight that nothing makes has no barrier on one device: XLA would copy it out of the stack of a scan.
+    is_made = quantized is None and (recipe.w is not None or shard.dtype != weight.dtype)
+    waits = after or static.use == "dgrad"
+    if waits and (is_made or weight.axes.all):
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
     return GatheredWeight(_make_operand(weight, static.use, whole), sign)
@@ -372,7 +373,7 @@ def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):
     # Nothing reads the values of w, whose layout the op needs.
     shard = sum_shards(weight, layout, partial)
     if not weight.axes.all:
-        return shard  # the matmul then writes it where it belongs in the stack of a scan
+        return shard  # without a barrier a matmul writes it into the stack of a scan
     if not any(layout.gather):
         return lax.optimization_barrier(shard)
     # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
