@@ -165,10 +165,13 @@ NOTES = {"-ring": "drops what exceeds 1.5 times the balanced rows of a GPU"}
 
 
 def list_ways(mesh: Mesh | None, microbatches: int) -> list[Way]:
-    """Returns the ways on a mesh, or on one GPU; the most important come first."""
+    """Returns the ways on a mesh, or on one GPU; the most important come first.
+
+    With one microbatch "kept" gains nothing: the weights are then cast or quantized once instead of twice.
+    """
     ways = WAYS if mesh is None else tuple(_on_mesh(mesh))
     if microbatches == 1:
-        ways = [dataclasses.replace(way, rank=0) if way.name == OURS else way for way in ways]
+        ways = [dataclasses.replace(way, rank=0) if way.name == OURS else way for way in ways if way.kept != "kept"]
     return sorted(ways, key=lambda way: way.rank)
 
 

@@ -73,7 +73,8 @@ def test_a_label_is_the_word_of_the_command(mesh, microbatches):
     for way in ours:
         assert maxtext.read_arm(way.label) == (way.recipe, way.kept, way.buffer_factor)
     whole = {way.label for way in ours if way.buffer_factor is None}
-    assert whole == ({"none+whole", "none+kept+whole", "fp8_block+kept+whole"} if mesh == Mesh(1, 4) else set())
+    expected = {"none+whole", "none+kept+whole", "fp8_block+kept+whole"} if mesh == Mesh(1, 4) else set()
+    assert whole == {label for label in expected if microbatches > 1 or "+kept" not in label}
 
 
 def test_whole_experts_are_split_where_maxtext_can():
@@ -97,10 +98,11 @@ def test_moax_overlaps_where_weights_cross():
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(4, 1), Mesh(1, 4)])
-def test_one_microbatch_has_all_ways_of_moax_first(mesh):
+def test_one_microbatch_has_the_ways_of_moax_first(mesh):
     """Breaks if a way of moax is missing with one microbatch, or comes behind MaxText's slow ones."""
     ours = [way for way in ways.list_ways(mesh, 1) if way.name == OURS]
-    assert {way.label for way in ours} == {way.label for way in ways.list_ways(mesh, 4) if way.name == OURS}
+    labels = {way.label for way in ways.list_ways(mesh, 4) if way.name == OURS}
+    assert {way.label for way in ours} == {label for label in labels if "+kept" not in label}
     assert {way.rank for way in ours} == {0}
 
 

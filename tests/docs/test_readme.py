@@ -333,6 +333,7 @@ def benchmark_table() -> list[str]:
         ("x4_trainer_single_axes.json", "MaxText", "four GPUs"),
         ("x4_trainer_loops.json", "MaxText", "four GPUs"),
         ("h200x2_trainer_gathered.json", "MaxText", "two GPUs"),
+        ("h200x2_trainer_single.json", "MaxText", "two GPUs"),
         ("h100_trainer.json", "MaxText", "one GPU"),
         ("h100_trainer_ways.json", "MaxText, all its ways", "one GPU"),
         ("x4_train.json", "`lm/`", "four GPUs"),

@@ -186,6 +186,16 @@ def test_what_one_gather_gains_is_committed():
     rows = read_steps("h200x2_trainer_gathered.json")
     check_table(rows, labels)
     theirs, plain, gathered, _ = (rows[key] for key in labels)
+    later = {
+        ("fsdp=2 x1 balanced", "fp8_block"): "(2, 1) moax, `fp8_block`",
+        ("expert=2 x1 balanced", "maxtext-tokamax-ring"): "(1, 2) MaxText, tokamax, bf16, `-ring`",
+        ("expert=2 x1 balanced", "none"): "(1, 2) moax, `none`",
+        ("expert=2 x1 balanced", "none+kept"): "(1, 2) moax, `none+kept`",
+    }
+    later_rows = read_steps("h200x2_trainer_single.json")
+    check_table(later_rows, later)
+    ring, ours = (later_rows["expert=2 x1 balanced", way]["us"] for way in ("maxtext-tokamax-ring", "none"))
+    assert f"On (1, 2) MaxText's step takes {ring / ours:.2f} times that of `none`." in page
     factors = [f"{theirs['us'] / row['us']:.2f}" for row in (plain, gathered)]
     memory = (gathered["extra"]["peak_bytes"] - plain["extra"]["peak_bytes"]) / 1e9
     sentence = "MaxText's step takes {} times that of `none`, and {} times that of `none+gathered`, whose weights take"
