@@ -167,7 +167,7 @@ NOTES = {"-ring": "drops what exceeds 1.5 times the balanced rows of a GPU"}
 def list_ways(mesh: Mesh | None, microbatches: int) -> list[Way]:
     """Returns the ways on a mesh, or on one GPU; the most important come first.
 
-    With one microbatch "kept" gains nothing: the weights are then cast or quantized once instead of twice.
+    With one microbatch no way is "kept": a cast once a step gained nothing on two GPUs (LOG.md, 2026-11-28).
     """
     ways = WAYS if mesh is None else tuple(_on_mesh(mesh))
     if microbatches == 1:

@@ -222,6 +222,15 @@ def test_layers_in_a_scan_are_committed():
     overlap = " ".join((ROOT / "docs/how-to/overlap.md").read_text().split())
     sentence = f"one GPU takes {ms[8192, 'moax', 'none']} ms in bf16 and {ms[8192, 'moax', 'fp8_block']} in `fp8_block`"
     assert f"{sentence} with 8192 tokens." in overlap
+    on_mesh = {row["recipe"]: row["ms_a_layer"] for row in read_rows("x4_overlap_gathers.json") if row["fsdp"] == 4}
+    alone = {
+        row["recipe"]: row["ms_a_layer"]
+        for row in read_rows("h200_scan.json")
+        if row["tokens"] == 8192 and row["impl"] == "moax"
+    }
+    ms, factors = zip(*((on_mesh[name], on_mesh[name] / alone[name]) for name in ("none", "fp8_block")), strict=True)
+    sentence = "the newest of fsdp 4, {:.2f} and {:.2f} ms (table below), are {:.2f} and {:.2f}."
+    assert sentence.format(*ms, *factors) in overlap
 
 
 def test_an_uneven_load_is_committed():

@@ -208,7 +208,6 @@ def test_the_command_installs_its_whole_word(framework, monkeypatch):
     options = []
     words = []
     monkeypatch.setattr(maxtext, "run_layer", lambda *args: options.append(args[-1]))
-    monkeypatch.setattr(maxtext, "check_kept", lambda *args: None)
     monkeypatch.setattr(app, "run", lambda command, argv: words.extend(argv[1:]))
     framework.train.main = None
     maxtext.main(["fp8_block+kept+whole", "base.yml"])

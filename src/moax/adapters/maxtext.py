@@ -138,8 +138,6 @@ def install(*, kept: Kept | None = None, **options: Unpack[OptionKeywords]) -> N
     from maxtext.trainers.pre_train import train
 
     def call(layer, x, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
-        if kept is not None:
-            check_kept(layer.config, kept)
         return run_layer(layer, x, gate_inputs, forced_routed_experts, layer_options)
 
     RoutedMoE.__call__ = call
@@ -292,12 +290,6 @@ def check_layer(layer: Any) -> None:
         raise Unsupported(f"weight_dtype={config.weight_dtype}: moax quantizes float32 or bfloat16 weights itself")
 
 
-def check_kept(config: Any, kept: Kept) -> None:
-    """Raises ValueError where a scan over layers would copy what is quantized once a step."""
-    if config.scan_layers:
-        raise ValueError(f"+{kept} needs scan_layers=False: a scan over layers copies the quantized weights")
-
-
 def activation_of(config: Any) -> Activation:
     """Returns moax's name of the activation of MaxText's experts."""
     if config.decoder_block.value == "gpt_oss":
@@ -427,7 +419,8 @@ def quantize_layers(model: Any, config: Any, options: Options, kept: Kept) -> It
     from flax import nnx
     from maxtext.layers.moe import RoutedMoE
 
-    check_kept(config, kept)
+    if config.scan_layers:
+        raise ValueError(f"+{kept} needs scan_layers=False: the weights of a scan over layers are one stack")
     layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
     for layer in layers:
         layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
