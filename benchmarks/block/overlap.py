@@ -2,9 +2,9 @@
 
 A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run forward and backward,
 with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh, so that a mesh would take the time
-of fsdp 1 if the wire of its weights were hidden whole. A mesh with fsdp runs with `moax.OVERLAP_OPTIONS`, and for the
+of fsdp 1 if the wire of its weights were hidden whole. Several devices run with `moax.OVERLAP_OPTIONS`, and for the
 tokens of `--installed` as XLA is installed too; the two differ by the order of sums. `--ways` tells how the layers run.
-`--peer` adds the same layers in PyTorch with FSDP2, on the meshes without ep.
+`--peer` adds the same layers in PyTorch with FSDP2, on the meshes of fsdp alone.
 
 Each case has a process of its own. All cases compile side by side, and then run one after another.
 """
@@ -50,7 +50,7 @@ class Case:
       model: the model of the block.
       layers: the layers of the scan.
       tokens: the tokens of a device, one number for each row; `overlap_worker` takes one.
-      fsdp, ep: the sizes of the mesh.
+      fsdp, ep, dp: the sizes of the mesh.
       recipe: the recipe of all products; "none" is bfloat16.
       options: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
       way: how the layers run, one of `WAYS`.
@@ -66,6 +66,12 @@ class Case:
     options: bool
     way: str = SCAN
     impl: str = report.OURS
+    dp: int = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh by the names of its axes."""
+        return {"dp": self.dp, "fsdp": self.fsdp, "ep": self.ep}
 
 
 def norm(x):
@@ -124,7 +130,7 @@ def make_arrays(config: moax.MoEConfig, layers: int, way: str, rows: int) -> tup
 
 def find_shardings(config: moax.MoEConfig, layers: int, way: str, mesh: Mesh) -> tuple[Any, NamedSharding]:
     """Returns the sharding of each array of `make_arrays`."""
-    tokens = NamedSharding(mesh, PartitionSpec(("fsdp", "ep")))
+    tokens = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     stacked = (None,) if way == SCAN else ()
     weights = {
         "dense": [NamedSharding(mesh, PartitionSpec(*stacked, "fsdp"))] * DENSE,
@@ -141,14 +147,15 @@ def list_cases(args: argparse.Namespace) -> list[Case]:
     tokens = read_numbers(args.tokens)
     installed = read_numbers(args.installed)
     for mesh in args.mesh.split(","):
-        fsdp, ep = read_mesh(mesh)
-        make = functools.partial(Case, args.model, args.layers, fsdp=fsdp, ep=ep)
+        fsdp, ep, dp = read_mesh(mesh)
+        make = functools.partial(Case, args.model, args.layers, fsdp=fsdp, ep=ep, dp=dp)
         for number, recipe, way in itertools.product(tokens, args.recipes.split(","), args.ways):
-            if fsdp > 1:
+            alone = fsdp == ep == dp == 1
+            if not alone:
                 cases.append(make((number,), recipe=recipe, options=True, way=way))
-            if fsdp == 1 or number in installed:
+            if alone or number in installed:
                 cases.append(make((number,), recipe=recipe, options=False, way=way))
-        if args.peer and ep == 1:
+        if args.peer and ep == dp == 1:
             cases.append(make(tokens, recipe="none", options=False, way=LOOP, impl=FSDP2))
     return cases
 
@@ -158,10 +165,10 @@ def read_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def read_mesh(text: str) -> tuple[int, int]:
-    """Returns the sizes of fsdp and of ep: "4" is (4, 1), and "2x2" is (2, 2)."""
-    fsdp, _, ep = text.partition("x")
-    return int(fsdp), int(ep or 1)
+def read_mesh(text: str) -> tuple[int, int, int]:
+    """Returns the sizes of fsdp, ep and dp: "4" is (4, 1, 1), "2x2" is (2, 2, 1), and "1x1x2" is (1, 1, 2)."""
+    fsdp, ep, dp = map(int, (text.split("x") + ["1", "1"])[:3])
+    return fsdp, ep, dp
 
 
 def run(cases: list[Case]) -> list[dict[str, Any]]:
@@ -176,11 +183,13 @@ def run(cases: list[Case]) -> list[dict[str, Any]]:
 
 def compare(rows: list[dict[str, Any]]) -> None:
     """Gives each row with fsdp its time over that of the row without, all else being equal."""
-    same = ("model", "layers", "tokens", "ep", "recipe", "way", "impl")
+    same = ("model", "layers", "tokens", "ep", "dp", "recipe", "way", "impl")
     timed = [row for row in rows if "ms_a_layer" in row]
-    alone = {tuple(row[name] for name in same): row["ms_a_layer"] for row in timed if row["fsdp"] == 1}
+    # One device has no options.
+    alone = {(*(row[name] for name in same), row["options"]): row["ms_a_layer"] for row in timed if row["fsdp"] == 1}
     for row in timed:
-        base = alone.get(tuple(row[name] for name in same))
+        key = tuple(row[name] for name in same)
+        base = alone.get((*key, row["options"]), alone.get((*key, False)))
         if row["fsdp"] > 1 and base is not None:
             row["times_fsdp_1"] = round(row["ms_a_layer"] / base, 3)
 
@@ -191,7 +200,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     largest = max(row["fsdp"] for row in rows)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    shown = [row for row in rows if row["ep"] == 1 and "ms_a_layer" in row]
+    shown = [row for row in rows if row["ep"] == row["dp"] == 1 and "ms_a_layer" in row]
     for recipe, way, impl in dict.fromkeys((row["recipe"], row["way"], row["impl"]) for row in shown):
         line = [row for row in shown if (row["recipe"], row["way"], row["impl"]) == (recipe, way, impl)]
         color = None
@@ -219,7 +228,7 @@ def main() -> int:
         "--mesh",
         default="1,2",
         metavar="SIZES",
-        help="sizes of fsdp, or of fsdp x ep, as 1,4,1x2,2x2 (default: %(default)s)",
+        help="sizes of fsdp, fsdp x ep, or fsdp x ep x dp, as 1,4,1x2,1x1x2 (default: %(default)s)",
     )
     add("--layers", type=int, default=4, metavar="L", help="layers of a scan (default: %(default)s)")
     add("--tokens", default="8192", metavar="NUMBERS", help="tokens of a device, with commas (default: %(default)s)")

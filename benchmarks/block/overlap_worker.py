@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import tempfile
 import time
@@ -39,8 +40,9 @@ def main(argv: list[str]) -> int:
 def measure(case: Case, tokens: int) -> dict[str, Any]:
     """Compiles, waits for a line on stdin, and returns the row of a case."""
     config = CONFIGS[case.model]
-    devices = np.array(jax.devices()[: case.fsdp * case.ep]).reshape(case.fsdp, case.ep)
-    mesh = Mesh(devices, ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    sizes = tuple(case.mesh.values())
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(devices, tuple(case.mesh), axis_types=(AxisType.Auto,) * len(sizes))
     on_gpu = jax.default_backend() == "gpu"
     with jax.set_mesh(mesh):
         shardings = find_shardings(config, case.layers, case.way, mesh)

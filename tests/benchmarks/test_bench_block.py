@@ -339,7 +339,8 @@ def test_cases_of_layers_in_a_scan():
     cases = overlap.list_cases(args)
     ours = [(c.fsdp, c.ep, *c.tokens, c.options) for c in cases if c.impl == "moax"]
     assert [case for case in ours if case[:2] == (2, 2)] == [(2, 2, 64, True), (2, 2, 64, False), (2, 2, 128, True)]
-    assert [case for case in ours if case[:2] == (1, 2)] == [(1, 2, 64, False), (1, 2, 128, False)]
+    assert [case for case in ours if case[:2] == (1, 2)] == [(1, 2, 64, True), (1, 2, 64, False), (1, 2, 128, True)]
+    assert [case for case in ours if case[:2] == (1, 1)] == [(1, 1, 64, False), (1, 1, 128, False)]
     assert [(c.fsdp, c.ep, c.tokens) for c in cases if c.impl == overlap.FSDP2] == [
         (1, 1, (64, 128)),
         (2, 1, (64, 128)),
@@ -351,7 +352,8 @@ def test_cases_of_layers_in_a_scan():
     for row in rows:
         if row["fsdp"] > 1:
             same = ("tokens", "ep", "recipe", "way", "impl")
-            (alone,) = [r for r in rows if r["fsdp"] == 1 and all(r[name] == row[name] for name in same)]
+            bases = [r for r in rows if r["fsdp"] == 1 and all(r[name] == row[name] for name in same)]
+            (alone,) = [r for r in bases if r["options"] == (row["options"] and row["ep"] > 1)]
             assert row["times_fsdp_1"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
 
 
