@@ -21,7 +21,7 @@ from moax.checks import log_once
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import RECIPES
-from support import TOKENS, gather_counts, make_mesh, some, spec
+from support import TOKENS, gather_counts, make_mesh, size, some, spec
 from support.gpus import pretend
 
 CONFIG = moax.MoEConfig(d_model=256, d_ff=384, num_experts=8, top_k=2, use_bias=True)
@@ -217,6 +217,18 @@ def depends(jaxpr, start) -> set:
     return seen
 
 
+def readers(jaxpr, op) -> list:
+    """The equations of a jaxpr that read the results of `op`."""
+    return [eqn for eqn in jaxpr.eqns if any(v in op.outvars for v in eqn.invars)]
+
+
+def barriers(jaxpr) -> list:
+    """The barriers of a flat jaxpr, and of the local functions of its ops."""
+    locals_ = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    eqns = [eqn for inner in (jaxpr, *locals_) for eqn in inner.eqns]
+    return [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+
+
 def shards_with(jaxpr, collective: str) -> list:
     """The ops of a flat jaxpr whose local function has this collective, in their order."""
     ops = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
@@ -252,7 +264,9 @@ def test_the_weight_that_is_read_first_crosses_first(recipe):
     assert [has_barrier(op) for op in gathers] == [False, True, True, True]
     scatters = shards_with(jaxpr, "reduce_scatter")
     assert len(scatters) == 2
-    assert all(op.params["jaxpr"].eqns[-1].primitive.name == "mul" for op in scatters)
+    assert {eqn.primitive.name for op in scatters for eqn in readers(jaxpr, op)} == {"optimization_barrier"}
+    behind = [reader for op in scatters for eqn in readers(jaxpr, op) for reader in readers(jaxpr, eqn)]
+    assert [eqn.primitive.name for eqn in behind] == ["mul", "mul"]
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", None])
@@ -278,24 +292,30 @@ def test_a_quantized_weight_crosses_while_a_layer_is_made_again(recipe):
     assert (wo, wi) == (False, recipe is None)
 
 
+@pytest.mark.parametrize("mesh", ["1x8", None])
 @pytest.mark.parametrize("dtype, once", [(jnp.bfloat16, False), (jnp.float32, True)])
-def test_no_weight_of_one_device_is_behind_a_barrier(dtype, once):
-    """Breaks if XLA copies the weights of each layer out of the stack of a scan, or a gradient into its stack: it reads
-    and writes no slice in place behind a barrier."""
-    params = moax.init(jax.random.key(0), CONFIG, dtype=dtype)
-    x = jnp.ones((64, CONFIG.d_model), jnp.bfloat16)
+def test_no_weight_that_stays_is_behind_a_barrier(mesh, dtype, once):
+    """Breaks if XLA copies the weights of each layer out of the stack of a scan, or a gradient into its stack, where
+    no weight crosses a wire: it reads and writes no slice in place behind a barrier."""
+    with jax.set_mesh(make_mesh(mesh, "explicit") if mesh else jax.make_mesh((), ())):
+        params = moax.init(jax.random.key(0), CONFIG, dtype=dtype)
+        x = jnp.ones((64, CONFIG.d_model), jnp.bfloat16)
+        if mesh:
+            x = jax.device_put(x, PartitionSpec("ep"))
+        ranks = size(mesh, "ep") if mesh else 1
 
-    def both(x, params, quantized, dy):
-        y, pull = jax.vjp(lambda x, p: moax.moe(x, p, CONFIG, quantized=quantized)[0], x, params)
-        return y, pull(dy)
+        def both(x, params, quantized, dy):
+            y, pull = jax.vjp(lambda x, p: moax.moe(x, p, CONFIG, quantized=quantized)[0], x, params)
+            return y, pull(dy)
 
-    quantized = moax.quantize_params(params, CONFIG) if once else None
-    with jax.disable_jit():  # one flat jaxpr
-        jaxpr = jax.make_jaxpr(both)(x, params, quantized, x).jaxpr
-    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
-    assert len(barriers) > 2
-    behind = {v.aval.size for eqn in barriers for v in eqn.invars}
-    assert not behind & {params.wi.size, params.wo.size}
+        quantized = moax.quantize_params(params, CONFIG) if once else None
+        with jax.disable_jit():  # one flat jaxpr
+            jaxpr = jax.make_jaxpr(both)(x, params, quantized, x).jaxpr
+    assert len(barriers(jaxpr)) > 2
+    behind = {v.aval.size for eqn in barriers(jaxpr) for v in eqn.invars}
+    weights = (params.wi.size, params.wo.size)
+    assert not behind & {number // ranks for number in weights}
+    assert not behind & set(weights)
 
 
 def has_barrier(op) -> bool:

@@ -214,13 +214,17 @@ def gather_shard(
     if weight.gathered:
         return GatheredWeight(_make_operand(weight, static.use, shard), sign)
     # Backward gathers, quantizes or casts a weight again, so that XLA must not keep the weight that forward made. A
-    # weight that nothing makes has no barrier on one device: XLA would copy it out of the stack of a scan.
+    # weight that is neither gathered nor made has no barrier: XLA would copy it out of the stack of a scan.
+    is_gathered = any(gather)
     is_made = quantized is None and (recipe.w is not None or shard.dtype != weight.dtype)
     waits = after or static.use == "dgrad"
-    if waits and (is_made or weight.axes.all):
+    if waits and (is_made or is_gathered):
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
-    return GatheredWeight(_make_operand(weight, static.use, whole), sign)
+    operand = _make_operand(weight, static.use, whole)
+    if is_gathered:
+        operand = lax.optimization_barrier(operand)
+    return GatheredWeight(operand, sign)
 
 
 def _make_whole(
@@ -249,18 +253,20 @@ def _make_whole(
 def _make_operand(weight: WeightSpec, use: Use, whole: Any) -> Operand:
     """Returns the operand of a matmul from a whole weight."""
     if weight.recipe.w is None:
-        operand = flatten_columns(whole, False)
-    else:
-        operand = implementation(weight.kernels).make_weight_operand(whole, weight.recipe, use)
-    if not weight.axes.all:
-        return operand
-    # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
-    return lax.optimization_barrier(operand)
+        return flatten_columns(whole, False)
+    return implementation(weight.kernels).make_weight_operand(whole, weight.recipe, use)
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
     """Returns the gradient of w, summed and laid out as w is, from each device's partial gradient."""
-    return _scatter(view, weight, partial, w)[0]
+    (shard,) = _scatter(view, weight, partial, w)
+    if not weight.axes.replica_axes:
+        return shard  # without a barrier a matmul writes it into the stack of a scan
+    # A scan stores the sum in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
+    # its own (openxla/xla#44359), as early as it can, and all other work then waits for the collective. Times a 1 that
+    # XLA does not know, the store is a kernel, and XLA runs it last.
+    shard, unknown_one = lax.optimization_barrier((shard, jnp.ones((), shard.dtype)))
+    return shard * unknown_one
 
 
 def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
@@ -370,17 +376,7 @@ def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Arra
 
 
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):
-    # Nothing reads the values of w, whose layout the op needs.
-    shard = sum_shards(weight, layout, partial)
-    if not weight.axes.all:
-        return shard  # without a barrier a matmul writes it into the stack of a scan
-    if not any(layout.gather):
-        return lax.optimization_barrier(shard)
-    # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
-    # its own (openxla/xla#44359), as early as it can, and all other work then waits for the reduce-scatter. Times a 1
-    # that XLA does not know, the store is a kernel, and XLA runs it last.
-    shard, unknown_one = lax.optimization_barrier((shard, jnp.ones((), shard.dtype)))
-    return shard * unknown_one
+    return sum_shards(weight, layout, partial)  # nothing reads the values of w, whose layout the op needs
 
 
 def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
