@@ -318,6 +318,30 @@ def test_no_weight_that_stays_is_behind_a_barrier(mesh, dtype, once):
     assert not behind & set(weights)
 
 
+@pytest.mark.parametrize("mesh", ["1x8", None])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_h_is_behind_a_barrier_where_the_second_half_reads_it(monkeypatch, mesh, adapters):
+    """Breaks if XLA copies h into the stack of a scan, where the kernel that makes h and a could store it there. Breaks
+    too if nothing keeps XLA from running this kernel twice where an adapter of wo reads h. 1x8 has overflow rounds."""
+    pretend(monkeypatch)
+    config = dataclasses.replace(CONFIG, use_bias=False)
+    with jax.set_mesh(make_mesh(mesh, "explicit") if mesh else jax.make_mesh((), ())):
+        params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16)
+        of_wo = dataclasses.replace(moax.lora.init(jax.random.key(1), config, rank=8), wi_a=None, wi_b=None)
+        x = jnp.ones((2048, config.d_model), jnp.bfloat16)
+        if mesh:
+            x = jax.device_put(x, PartitionSpec("ep"))
+
+        def forward(x, params):
+            options = moax.Options(kernels="hopper")
+            return moax.moe(x, params, config, options, adapters=of_wo if adapters else None)[0]
+
+        with jax.disable_jit():  # one flat jaxpr
+            jaxpr = jax.make_jaxpr(lambda x, params: jax.vjp(forward, x, params)[0])(x, params).jaxpr
+    behind = {v.aval.shape[1:] for eqn in barriers(jaxpr) for v in eqn.invars}
+    assert ((2, config.d_ff) in behind) == adapters
+
+
 def has_barrier(op) -> bool:
     """Whether the barrier with the sign of a gather stands in front of the all-gather of an op."""
     inner = op.params["jaxpr"].eqns

@@ -116,13 +116,15 @@ def forward_up(
 
     The round has the sorted rows from `start` on, and `keep` saves rows for the gradient of wi.
     """
-    # The barriers keep XLA from running a kernel twice whose result a scan stores.
+    # The barriers keep XLA from running a kernel twice whose result a scan stores and the second half reads.
     planned = plan_rows(buffers.permute, received.experts, received.weights, start)
     plan, row_weights = lax.optimization_barrier(planned)
     groups = find_groups(p, buffers, plan)
     rows, wgrad_rows = permute_quantize(p, received.rows, plan, groups, "x", wgrad=keep)  # [N, H]
     h, a = expert_up(p, rows, wgrad_rows, w, groups)  # [N, G, F]
-    h = lax.optimization_barrier(h)
+    second_half_reads_h = a is None or w.wo_a is not None
+    if second_half_reads_h:
+        h = lax.optimization_barrier(h)
     saved = Residuals(wgrad_rows if keep else None, h, plan, row_weights, received.slots)
     return Halfway(saved, groups, a)
 

@@ -166,14 +166,19 @@ def run_forward(
         return y_sum + y, num_rounds + 1
 
     no_rounds = (jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32))
-    begin = after((saved.h, received), cursor)
-    (h, a), no_rounds, begin = finish(((saved.h, halfway.a), no_rounds, begin))
+    # A scan stores h in place where forward does not read it, and no barrier is behind it.
+    read_later = saved.h if halfway.a is None else halfway.a
+    begin = after((read_later, received), cursor)
+    read_later, no_rounds, begin = finish((read_later, no_rounds, begin))
     context = Context(p, layouts, saved, inputs, w)
     y_overflow, num_rounds = _repeat(context, begin, gathered, run_round, no_rounds)
-    h, a, y_overflow = finish((h, a, y_overflow))
-    h, a = after(y_overflow, (h, a))
-    saved = saved._replace(h=h)
-    halfway = halfway._replace(saved=saved, a=a)
+    read_later, y_overflow = finish((read_later, y_overflow))
+    read_later = after(y_overflow, read_later)
+    if halfway.a is None:
+        saved = saved._replace(h=read_later)
+        halfway = halfway._replace(saved=saved)
+    else:
+        halfway = halfway._replace(a=read_later)
     y, dropped = forward_down(p, p.first, received, halfway, w_gathered)
     y = y + y_overflow
     saved = saved._replace(overflow=after(y, cursor))
