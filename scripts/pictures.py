@@ -182,7 +182,7 @@ def draw_wire(picture: Picture, results: Path, width: float) -> File:
 
 def draw_layers(picture: Picture, results: Path, x: float) -> File:
     """Draws the right panel of the step: ms of a layer on four GPUs, each with the mark of one."""
-    layers = read(results, "x4_overlap.json", picture)
+    layers = read(results, "x4_overlap_channels.json", picture)
     picture.write(x, 30, "The step", bold=True, size=16)
     picture.write(x, 50, "ms of a layer of Qwen3-30B,")
     picture.write(x, 68, "forward and backward, four H200s, fsdp 4")

@@ -38,16 +38,19 @@ AUTO_AT_EP_4 = {
     "qwen3-30b": "all_gather",
     "mixtral-8x7b": "all_to_all",
 }  # tests/tools/test_estimate.py holds auto to it
+# The newest run on four GPUs that measured moax and its peer in one call, by model.
+BLOCKS = {"qwen3-30b": "x4_block_qwen3.json", "mixtral-8x7b": "x4_block.json"}
 
 
 def block_times() -> dict[tuple[str, str, str], float]:
     """ms of forward and backward on four H200s, by model, implementation and recipe, with the exchange of `auto`."""
     times = {}
-    for row in read_rows("x4_block.json"):
-        model = row["case"].split()[0]
-        exchange = row["extra"].get("exchange")  # a peer has none
-        if row["direction"] == "fwd+bwd" and exchange in (None, AUTO_AT_EP_4[model]):
-            times[model, row["impl"], row["recipe"]] = row["us"] / 1e3
+    for model, name in BLOCKS.items():
+        for row in read_rows(name):
+            exchange = row["extra"].get("exchange")  # a peer has none
+            of_model = row["case"].startswith(model) and row["direction"] == "fwd+bwd"
+            if of_model and exchange in (None, AUTO_AT_EP_4[model]):
+                times[model, row["impl"], row["recipe"]] = row["us"] / 1e3
     return times
 
 
@@ -222,7 +225,7 @@ def test_performance_is_committed():
     blocks = block_times()
     layer = {
         (row["impl"], row["recipe"]): row["ms_a_layer"]
-        for row in read_rows("x4_overlap.json")
+        for row in read_rows("x4_overlap_channels.json")
         if (row["tokens"], row["fsdp"], row["options"]) == (16384, 4, row["impl"] == "moax")
     }
     step_rows, ratios = steps_of_maxtext()
@@ -254,15 +257,14 @@ def test_layers_and_a_language_model_are_committed():
     """Breaks if the README compares four GPUs and one otherwise than they were measured."""
     layers = {
         (row["fsdp"], row["impl"], row["recipe"]): f"{row['ms_a_layer']:.1f}"
-        for name in ("h200_scan.json", "x4_overlap.json")
-        for row in read_rows(name)
-        if row["tokens"] == 16384 and row["ep"] == 1 and (row["fsdp"] == 1) == (name == "h200_scan.json")
+        for row in read_rows("x4_overlap_channels.json")
+        if row["tokens"] == 16384
     }
     four, one = (
         [layers[fsdp, *way] for way in (("moax", "fp8_block"), ("moax", "none"), ("fsdp2", "none"))] for fsdp in (4, 1)
     )
     assert f"takes {four[0]} ms in FP8 on fsdp 4 of H200s and {four[1]} in bf16, PyTorch's FSDP2 {four[2]}" in PROSE
-    assert f"On one H200 it takes {one[0]}, {one[1]} and {one[2]} (" in PROSE
+    assert f"On one of them it takes {one[0]}, {one[1]} and {one[2]} (" in PROSE
     on_mesh, alone = (
         next(row["extra"]["tokens_per_s"] for row in read_rows(name) if row["recipe"] == "fp8_block")
         for name in ("x4_train.json", "h200_train.json")
@@ -311,16 +313,16 @@ def benchmark_table() -> list[str]:
         name = "h200x2_block.json"
         values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
         add(f"block {model} T8192, ep 2, `all_gather`, ms", name, min, *values)
-    for model in ("qwen3-30b", "mixtral-8x7b"):
+    for model, name in BLOCKS.items():
         for how in ("all_gather", "all_to_all"):
-            rows = [row for row in read_rows("x4_block.json") if row["case"].startswith(model)]
+            rows = [row for row in read_rows(name) if row["case"].startswith(model)]
             rows = [row for row in rows if row["direction"] == "fwd+bwd" and not row["recipe"].endswith("+kept")]
             columns = [
                 [r["us"] / 1e3 for r in rows if (r["recipe"] != "none") == quantized
                  and r["extra"].get("exchange") == (how if ours else None)]
                 for quantized in (False, True) for ours in (True, False)
             ]  # fmt: skip
-            add(f"block {model} T8192, ep 4, `{how}`, ms", "x4_block.json", min, *columns)
+            add(f"block {model} T8192, ep 4, `{how}`, ms", name, min, *columns)
     for row in read_rows("h200x2_imbalance.json"):
         if row["extra"]["buffer_factor"] == 1.25 and row["extra"]["imbalance"] in (1.0, 1.5, 2.0):
             what = f"block qwen3-30b T8192, ep 2, {row['extra']['imbalance']:g} x the balanced load, ms"
@@ -332,6 +334,7 @@ def benchmark_table() -> list[str]:
         ("x4_trainer_single.json", "MaxText", "four GPUs"),
         ("x4_trainer_single_axes.json", "MaxText", "four GPUs"),
         ("x4_trainer_loops.json", "MaxText", "four GPUs"),
+        ("x4_trainer_gathered.json", "MaxText", "four GPUs"),
         ("h200x2_trainer_gathered.json", "MaxText", "two GPUs"),
         ("h200x2_trainer_single.json", "MaxText", "two GPUs"),
         ("h100_trainer.json", "MaxText", "one GPU"),
@@ -430,12 +433,26 @@ def test_times_of_layers_in_a_scan_are_committed():
             times = (four[impl, recipe, tokens, 1, 2, False]["ms_a_layer"], row["ms_a_layer"], row["times_fsdp_1"])
             both = [f"{time:.2f}" for time in times]
         assert f"| {tokens}, {label} | {' | '.join([*cells, *both])} |" in page
-        if impl == "moax" and tokens > 4096:
-            alone = four[impl, recipe, tokens, 1, 1, False]["ms_a_layer"]
-            row = four[impl, recipe, tokens, 4, 1, True]
-            computed = [row["ms_a_layer"] + row["exposed_ms"] * (4 * (n - 1) / (3 * n) - 1) for n in (8, 16)]
-            shown = [f"{time:.2f} ({time / alone:.2f})" for time in computed]
-            assert f"| {tokens}, {label} | {' | '.join(shown)} |" in page
+    newest = read_layers("x4_overlap_channels.json")
+    for tokens, (impl, recipe, label) in itertools.product((8192, 16384), ways[:2]):
+        alone = newest[impl, recipe, tokens, 1, 1, False]["ms_a_layer"]
+        row = newest[impl, recipe, tokens, 4, 1, True]
+        computed = [row["ms_a_layer"] + row["exposed_ms"] * (4 * (n - 1) / (3 * n) - 1) for n in (8, 16)]
+        shown = [f"{time:.2f} ({time / alone:.2f})" for time in computed]
+        assert f"| {tokens}, {label} | {' | '.join(shown)} |" in page
+    factors = [
+        [newest["moax", recipe, tokens, 4, 1, True]["times_fsdp_1"] for tokens in (8192, 16384)]
+        for recipe in ("fp8_block", "none")
+    ]
+    prose = " ".join(page.split())
+    sentence = "takes {:.2f} times one GPU's time with 8192 tokens a GPU, and {:.2f} times with 16,384.**"
+    assert sentence.format(*factors[0]) in prose
+    assert "bytes of weights, it takes {:.2f} and {:.2f} times.".format(*factors[1]) in prose
+    wire = newest["moax", "none", 8192, 4, 1, True]["wire_ms"]
+    work = newest["moax", "none", 8192, 1, 1, False]["ms_a_layer"]
+    assert f"with 8192 tokens {wire:.1f} ms of wire stand against {work:.1f} of one GPU's work." in prose
+    once = [f"{row['ms_a_layer']:.2f}" for row in read_rows("x4_overlap_gathered.json")]
+    assert f"bf16 then takes {once[0]} ms with 8192 tokens, and {once[1]} with 16,384" in prose
     for name, fsdp, sizes in (
         ("x4_overlap_channels.json", 4, (8192, 16384)),
         ("h200x2_overlap.json", 2, (4096, 8192, 16384, 32768)),
@@ -443,9 +460,8 @@ def test_times_of_layers_in_a_scan_are_committed():
         rows = read_layers(name)
         for tokens, (impl, recipe, label) in itertools.product(sizes, ways):
             assert f"| {tokens}, {label} | {' | '.join(cells_of(rows, (impl, recipe), tokens, fsdp))} |" in page
-    for name, fsdp in (("x4_overlap_gathers.json", 4), ("h200x2_overlap_channels.json", 2)):
-        rows = read_layers(name)
-        for impl, recipe, label in ways[:2]:
-            assert f"| 8192, {label} | {' | '.join(cells_of(rows, (impl, recipe), 8192, fsdp))} |" in page
+    rows = read_layers("h200x2_overlap_channels.json")
+    for impl, recipe, label in ways[:2]:
+        assert f"| 8192, {label} | {' | '.join(cells_of(rows, (impl, recipe), 8192, 2))} |" in page
     for recipe in ("none", "fp8_block"):
         assert f"{four['moax', recipe, 8192, 4, 1, False]['ms_a_layer']:.2f}" in page
