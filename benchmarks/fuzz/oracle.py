@@ -33,6 +33,8 @@ JUMP = 0.3
 ROUNDED = 2.0**-4  # the relative rounding of e4m3
 # A recipe may cost an ill-conditioned gradient this many times such a rounding of the weights.
 CONDITION = 3.0
+DRAWS = 8  # of such roundings, of which the largest error counts
+ROUTER = "router"
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 Programs = namedtuple("Programs", "ours xla reference")  # of a case; the first call compiles each
 
@@ -107,9 +109,9 @@ def by_reference(case: Case) -> Callable[[dict, Any], dict]:
     return program(run)
 
 
-def round_weights(case: Case, inputs: dict, run: Callable, experts) -> dict[str, Any]:
+def round_weights(case: Case, inputs: dict, run: Callable, experts, draw: int) -> dict[str, Any]:
     """Returns the reference's results with wi and wo off by a random relative ROUNDED: a measure of the condition."""
-    rng = np.random.default_rng([case.seed, 2])
+    rng = np.random.default_rng([case.seed, 2, draw])
     params = inputs["params"]
     noisy = {}
     for name in ("wi", "wo"):
@@ -181,8 +183,11 @@ def check(case: Case, programs: Programs, inputs: dict) -> tuple[bool, dict]:
             worse.append(name)
         if not xla_error <= sum(bounds[name]):
             wide.append(name)
-    # One token's gradient of the router may be a difference of equals.
-    if wide and not worse and case.recipe is not None:
-        rounded = errors_of(round_weights(case, inputs, run, ours["experts"]))
-        wide = [name for name in wide if not errors[name][1] <= CONDITION * rounded[name]]
+    # One token's gradient of the router may be a difference of equals: one number, which one rounding may hit by luck.
+    doubtful = {*worse, *wide}
+    if doubtful and set(worse) <= {ROUTER} and case.recipe is not None:
+        draws = [errors_of(round_weights(case, inputs, run, ours["experts"], draw)) for draw in range(DRAWS)]
+        limits = {name: CONDITION * max(draw[name] for draw in draws) for name in errors}
+        worse = [name for name in worse if not errors[name][0] <= limits[name]]
+        wide = [name for name in wide if not errors[name][1] <= limits[name]]
     return not worse and not wide, errors
