@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.checks import log_once
+from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import RECIPES
@@ -339,7 +340,8 @@ def test_h_is_behind_a_barrier_where_the_second_half_reads_it(monkeypatch, mesh,
         with jax.disable_jit():  # one flat jaxpr
             jaxpr = jax.make_jaxpr(lambda x, params: jax.vjp(forward, x, params)[0])(x, params).jaxpr
     behind = {v.aval.shape[1:] for eqn in barriers(jaxpr) for v in eqn.invars}
-    assert ((2, config.d_ff) in behind) == adapters
+    # Before jax 0.11.2 another kernel makes a from h.
+    assert ((2, config.d_ff) in behind) == (adapters or not MERGES_DIMS)
 
 
 def has_barrier(op) -> bool:
