@@ -319,8 +319,7 @@ def test_no_weight_that_stays_is_behind_a_barrier(mesh, dtype, once):
     assert not behind & set(weights)
 
 
-@pytest.mark.parametrize("mesh", ["1x8", None])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("mesh", "adapters"), [("1x8", False), (None, False), (None, True)])
 def test_h_is_behind_a_barrier_where_the_second_half_reads_it(monkeypatch, mesh, adapters):
     """Breaks if XLA copies h into the stack of a scan, where the kernel that makes h and a could store it there. Breaks
     too if nothing keeps XLA from running this kernel twice where an adapter of wo reads h. 1x8 has overflow rounds."""

@@ -357,7 +357,7 @@ def test_no_key_of_parameters():
         MoEBlock(BARE).init({"dropout": KEY}, X)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("way", some(WAYS[1:], 2))
 def test_one_warning_of_whole_weights(way, caplog, fresh_compile):
     """Breaks if a layer that was made outside of `jax.set_mesh` runs whole on every device without one clear word."""
     log_once.cache_clear()

@@ -123,6 +123,7 @@ def options(config, *more: str) -> list[str]:
     return ["arms", *model, *data, *how, "--eval-batches", "1", *more]
 
 
+@pytest.mark.more
 def test_arms_are_compared(config, tmp_path, capsys):
     """Breaks if an arm is not named by what it changes, its drops are not counted, or the result lacks a run."""
     dropping = "--mesh dp=2,ep=4 --capacity-factor 1"

@@ -95,12 +95,12 @@ def test_bytes_are_those_of_the_program(case):
     some(
         [
             "dp-fsdp-ep",
-            "passes-fp8_block",
             "passes-rows-again",
+            "passes-fp8_block",
             "fsdp-on-model-fp8_block-capacity",
             "latent-fp8_block",
         ],
-        3,
+        2,
     ),
 )
 def test_memory_is_that_of_the_program(case):
@@ -275,12 +275,15 @@ def test_page_names_the_hardware():
 
 @pytest.mark.parametrize(
     ("model", "ep", "transport"),
-    [
-        ("qwen3-30b", 4, "all_gather"),
-        ("qwen3-30b", 64, "all_to_all"),
-        ("mixtral-8x7b", 2, "all_gather"),
-        ("mixtral-8x7b", 4, "all_to_all"),
-    ],
+    some(
+        [
+            ("qwen3-30b", 4, "all_gather"),
+            ("mixtral-8x7b", 4, "all_to_all"),
+            ("qwen3-30b", 64, "all_to_all"),
+            ("mixtral-8x7b", 2, "all_gather"),
+        ],
+        2,
+    ),
 )
 def test_auto_counts_a_row_with_a_slot_as_more(model, ep, transport):
     """Breaks if `auto` takes all_to_all where it saves fewer bytes than its slots cost, or leaves it where it saves

@@ -82,7 +82,7 @@ def test_parameters_of_the_dtype_are_not_copied():
     assert gathered.memory.quantized == 2 * 128 * 3 * 2048 * 768
 
 
-@pytest.mark.parametrize(("config", "sizes", "recipe", "kept"), some(WIRES, 2))
+@pytest.mark.parametrize(("config", "sizes", "recipe", "kept"), some(WIRES, 1))
 def test_wire_is_that_of_the_program(config, sizes, recipe, kept):
     """Breaks if weights that are gathered once count in each microbatch, or gradients and other weights count once."""
     options = moax.Options(recipe=recipe, kernels="xla", buffer_factor=4.0)
