@@ -167,7 +167,8 @@ def read_numbers(text: str) -> tuple[int, ...]:
 
 def read_mesh(text: str) -> tuple[int, int, int]:
     """Returns the sizes of fsdp, ep and dp: "4" is (4, 1, 1), "2x2" is (2, 2, 1), and "1x1x2" is (1, 1, 2)."""
-    fsdp, ep, dp = map(int, (text.split("x") + ["1", "1"])[:3])
+    sizes = [int(size) for size in text.split("x")]
+    fsdp, ep, dp = sizes + [1] * (3 - len(sizes))
     return fsdp, ep, dp
 
 

@@ -184,8 +184,7 @@ def check(case: Case, programs: Programs, inputs: dict) -> tuple[bool, dict]:
         if not xla_error <= sum(bounds[name]):
             wide.append(name)
     # One token's gradient of the router may be a difference of equals: one number, which one rounding may hit by luck.
-    doubtful = {*worse, *wide}
-    if doubtful and set(worse) <= {ROUTER} and case.recipe is not None:
+    if (worse or wide) and set(worse) <= {ROUTER} and case.recipe is not None:
         draws = [errors_of(round_weights(case, inputs, run, ours["experts"], draw)) for draw in range(DRAWS)]
         limits = {name: CONDITION * max(draw[name] for draw in draws) for name in errors}
         worse = [name for name in worse if not errors[name][0] <= limits[name]]

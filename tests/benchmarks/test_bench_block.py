@@ -333,11 +333,13 @@ def test_cases_of_layers_in_a_scan():
         installed="64",
         recipes="none",
         ways=["scan"],
-        mesh="1,2,1x2,2x2",
+        mesh="1,2,1x2,2x2,1x1x2",
         peer=True,
     )
     cases = overlap.list_cases(args)
-    ours = [(c.fsdp, c.ep, *c.tokens, c.options) for c in cases if c.impl == "moax"]
+    ours = [(c.fsdp, c.ep, *c.tokens, c.options) for c in cases if c.impl == "moax" and c.dp == 1]
+    of_dp = [(c.impl, *c.tokens, c.options) for c in cases if c.dp == 2]
+    assert of_dp == [("moax", 64, True), ("moax", 64, False), ("moax", 128, True)]
     assert [case for case in ours if case[:2] == (2, 2)] == [(2, 2, 64, True), (2, 2, 64, False), (2, 2, 128, True)]
     assert [case for case in ours if case[:2] == (1, 2)] == [(1, 2, 64, True), (1, 2, 64, False), (1, 2, 128, True)]
     assert [case for case in ours if case[:2] == (1, 1)] == [(1, 1, 64, False), (1, 1, 128, False)]
@@ -352,7 +354,7 @@ def test_cases_of_layers_in_a_scan():
     for row in rows:
         if row["fsdp"] > 1:
             same = ("tokens", "ep", "recipe", "way", "impl")
-            bases = [r for r in rows if r["fsdp"] == 1 and all(r[name] == row[name] for name in same)]
+            bases = [r for r in rows if r["fsdp"] == r["dp"] == 1 and all(r[name] == row[name] for name in same)]
             (alone,) = [r for r in bases if r["options"] == (row["options"] and row["ep"] > 1)]
             assert row["times_fsdp_1"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
 

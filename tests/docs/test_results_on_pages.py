@@ -214,7 +214,10 @@ def test_what_one_gather_gains_is_committed():
     check_table(rows_of_four, of_four)
     theirs_on_four, *ours_on_four = (rows_of_four[key]["us"] for key in of_four)
     factors = [f"{theirs_on_four / time:.2f}" for time in ours_on_four]
-    assert f"MaxText's step takes {factors[0]} times that of `none` there, and {factors[1]} times that of" in page
+    plain_peak, gathered_peak = (rows_of_four[key]["extra"]["peak_bytes"] / 1e9 for key in list(of_four)[1:])
+    more = f"which takes {gathered_peak - plain_peak:.1f} GB more."
+    sentence = "MaxText's step takes {} times that of `none` there, and {} times that of `none+gathered`,"
+    assert f"{sentence.format(*factors)} {more}" in page
     on_microbatches = (ROOT / "docs/how-to/microbatches.md").read_text()
     times = [round(row["us"] / 1e3) for row in (gathered, plain)]
     assert f"on fsdp 2 takes {times[0]} ms with it and {times[1]} without." in on_microbatches

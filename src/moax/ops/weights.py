@@ -222,7 +222,7 @@ def gather_shard(
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
     operand = _make_operand(weight, static.use, whole)
-    if is_gathered:
+    if is_gathered:  # every schedule of gathers that was measured has this barrier
         operand = lax.optimization_barrier(operand)
     return GatheredWeight(operand, sign)
 
