@@ -221,12 +221,14 @@ def draw_exchanges(results: Path) -> str:
     two = []
     for name in ("qwen3", "mixtral", "dsv3"):
         two.append(read(results, f"h200x2_exchanges_{name}.json", picture))
-    four = read(results, "x4_block.json", picture)
+    four = []
+    for name in ("qwen3", "mixtral"):
+        four.append(read(results, f"x4_block_{name}.json", picture))
     alone = read(results, "x4_block_one_gpu.json", picture)
     times = {}
-    for file in two:
-        times |= block_times(file, 2)
-    times |= block_times(four, 4) | block_times(alone, 1)
+    for ranks, files in ((1, [alone]), (2, two), (4, four)):
+        for file in files:
+            times |= block_times(file, ranks)
 
     picture.write(MARGIN, 28, "A block, forward and backward: ms (bold: fastest)", bold=True, size=16)
     ways = EXCHANGES | {"PyTorch": GREY, "one GPU": ""}
@@ -253,9 +255,12 @@ def draw_exchanges(results: Path) -> str:
                 picture.write(x, y + 2 * PITCH, "not measured", color=SOFT)
             picture.draw_cell(bars, x, y, scale)
         x += COLUMN
-    origins = " and ".join(dict.fromkeys(file.origin for file in two))
+    origins = []
+    for ranks, files in ((2, two), (4, four)):
+        commits = " and ".join(dict.fromkeys(file.origin for file in files))
+        origins.append(f"ep {ranks}: {commits}")
     picture.write(MARGIN, 288, "8192 tokens a GPU; each model has a scale of its own", color=SOFT, size=12)
-    picture.write_origins(f"ep 2: {origins}; ep 4: {four.origin}")
+    picture.write_origins("; ".join(origins))
     return picture.render()
 
 

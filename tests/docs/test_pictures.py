@@ -83,24 +83,27 @@ def test_the_step_shows_what_its_text_says():
 
 def test_exchanges_are_those_of_the_tables():
     """Breaks if the picture of exchanges and the tables above it differ, or its alternative text is wrong."""
-    fastest = {("qwen3-30b", 2): 0, ("qwen3-30b", 4): 0, ("mixtral-8x7b", 2): 0, ("mixtral-8x7b", 4): 1}  # the column
+    fastest = [("qwen3-30b", 2), ("qwen3-30b", 4), ("mixtral-8x7b", 2)]  # where all_gather is, by the text
     times = []
     for model in ("qwen3-30b", "mixtral-8x7b", "dsv3-slice"):
         for cells in read_cells("exchanges.svg", rf"{model}, (?:bf16|`fp8_block`)"):
-            drawn = cells[-3:]  # a row of four begins with one GPU
             ranks = 2
-            if len(drawn) == 3:
+            drawn = cells
+            if len(cells) > 2:
                 ranks = 4
+                drawn = [*cells[1:3], cells[-1]]  # the row begins with one GPU, and has XLA's options before PyTorch
                 assert max(drawn) == drawn[2]  # PyTorch
             if (model, ranks) in fastest:
-                assert min(drawn) == drawn[fastest[model, ranks]]
+                assert min(drawn) == drawn[0]
+            elif model == "mixtral-8x7b":
+                assert max(drawn[:2]) < 1.02 * min(drawn[:2])
             times += drawn
     assert len(times) == 6 * 2 + 4 * 3
     words = read_words("exchanges.svg")
     assert sorted(float(word) for word in words if re.fullmatch(r"\d+\.\d\d", word)) == sorted(times)
     text = read_alternative("exchanges.svg")
     assert "all_gather is the fastest with Qwen3-30B and with Mixtral-8x7B at ep 2" in text
-    assert "all_to_all with Mixtral-8x7B at ep 4" in text
+    assert "both exchanges take about as long with Mixtral-8x7B at ep 4" in text
     assert "PyTorch takes longest" in text
 
 

@@ -39,7 +39,7 @@ AUTO_AT_EP_4 = {
     "mixtral-8x7b": "all_to_all",
 }  # tests/tools/test_estimate.py holds auto to it
 # The newest run on four GPUs that measured moax and its peer in one call, by model.
-BLOCKS = {"qwen3-30b": "x4_block_qwen3.json", "mixtral-8x7b": "x4_block.json"}
+BLOCKS = {"qwen3-30b": "x4_block_qwen3.json", "mixtral-8x7b": "x4_block_mixtral.json"}
 
 
 def block_times() -> dict[tuple[str, str, str], float]:
@@ -368,43 +368,63 @@ def test_benchmarks_are_committed():
     assert len(BENCHMARKS.splitlines()) <= 150
 
 
-def test_times_of_exchanges_are_committed():
-    """Breaks if docs/how-to/choose.md shows a time of an exchange that its files do not hold."""
+EXCHANGES = ("all_gather", "all_to_all")
+LABELS = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, pre-quantized weights"}
+
+
+def read_exchanges(name: str) -> dict[tuple[str, str, str], dict]:
+    """Rows of forward and backward of one chunk, by model, recipe and exchange, or implementation of a peer."""
+    return {
+        (row["case"].split()[0], row["recipe"], row["extra"].get("exchange") or row["impl"]): row
+        for row in read_rows(name)
+        if row["direction"] == "fwd+bwd" and row["extra"].get("chunks", 1) == 1
+    }
+
+
+def test_times_of_exchanges_on_two_gpus_are_committed():
+    """Breaks if docs/how-to/choose.md shows a time of an exchange at ep 2 that its files do not hold."""
     page = (ROOT / "docs" / "how-to" / "choose.md").read_text()
-    labels = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, pre-quantized weights"}
-
-    def read_times(name: str) -> dict[tuple[str, str, str], str]:
-        """The ms of forward and backward by model, recipe and exchange, of one chunk."""
-        measured = [row for row in read_rows(name) if row["direction"] == "fwd+bwd" and row["extra"]["chunks"] == 1]
-        return {
-            (row["case"].split()[0], row["recipe"], row["extra"]["exchange"]): f"{row['us'] / 1e3:.2f}"
-            for row in measured
-        }
-
-    times = {}
+    rows = {}
     for name in ("qwen3", "mixtral", "dsv3"):
-        times |= read_times(f"h200x2_exchanges_{name}.json")
-    for model, recipe in {(model, recipe): None for model, recipe, _ in times}:
-        cells = [times[model, recipe, exchange] for exchange in ("all_gather", "all_to_all")]
-        assert f"| {model}, {labels[recipe]} | {' | '.join(cells)} |" in page
-    of_four = {(r["case"].split()[0], r["impl"], r["recipe"], r["extra"].get("exchange")): r["us"] / 1e3
-               for r in read_rows("x4_block.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
-    alone = {(r["case"].split()[0], r["recipe"]): r["us"] / 1e3
-             for r in read_rows("x4_block_one_gpu.json") if r["direction"] == "fwd+bwd"}  # fmt: skip
-    for model, recipe in alone:
-        own = [of_four[model, "moax", recipe, exchange] for exchange in ("all_gather", "all_to_all")]
-        cells = [f"{time:.2f}" for time in (alone[model, recipe], *own)]
-        peer = of_four.get((model, "torch", {"fp8_block": "fp8_rowwise"}.get(recipe, recipe), None))
-        cells.append("-" if peer is None else f"{peer:.2f}")
-        assert f"| {model}, {labels[recipe]} | {' | '.join(cells)} |" in page
-    of_options = [f"{row['us'] / 1e3:.2f}" for row in read_rows("x4_block_overlap.json")
-                  if row["direction"] == "fwd+bwd" and row["extra"]["exchange"] == "all_gather"]  # fmt: skip
-    shown = re.search(r"takes (\S+) ms in bf16, (\S+) in `fp8_block`\s+and (\S+) with pre-quantized", page)
-    assert shown and list(shown.groups()) == of_options
-    times = read_times("h200x2_exchanges_overlap.json")
-    for exchange in ("all_gather", "all_to_all"):
-        bf16, fp8 = (times["qwen3-30b", recipe, exchange] for recipe in ("none", "fp8_block"))
+        rows |= read_exchanges(f"h200x2_exchanges_{name}.json")
+    for model, recipe in {key[:2]: None for key in rows}:
+        cells = [f"{rows[model, recipe, exchange]['us'] / 1e3:.2f}" for exchange in EXCHANGES]
+        assert f"| {model}, {LABELS[recipe]} | {' | '.join(cells)} |" in page
+    rows = read_exchanges("h200x2_exchanges_overlap.json")
+    for exchange in EXCHANGES:
+        bf16, fp8 = (f"{rows['qwen3-30b', recipe, exchange]['us'] / 1e3:.2f}" for recipe in ("none", "fp8_block"))
         assert re.search(rf"{bf16}( ms in bf16)? and {fp8}( in `fp8_block`)?\s+by `{exchange}`", page)
+
+
+def test_times_of_exchanges_on_four_gpus_are_committed():
+    """Breaks if docs/how-to/choose.md shows a time of an exchange at ep 4, or a choice of `auto`, that its files do not
+    hold."""
+    page = (ROOT / "docs" / "how-to" / "choose.md").read_text()
+    prose = " ".join(page.split())
+    alone = read_exchanges("x4_block_one_gpu.json")
+    options = read_exchanges("x4_block_overlap.json")
+    chosen = []  # how much longer the exchange of auto takes than the fastest one
+    waits = []  # ms that nothing hides, in bf16
+    for model, name in BLOCKS.items():
+        installed = read_exchanges(name)
+        for recipe, label in LABELS.items():
+            cells = [f"{alone[model, recipe, 'moax']['us'] / 1e3:.2f}"]
+            for rows in (installed, options):
+                times = {exchange: rows[model, recipe, exchange]["us"] / 1e3 for exchange in EXCHANGES}
+                cells += [f"{time:.2f}" for time in times.values()]
+                chosen.append(times[AUTO_AT_EP_4[model]] / min(times.values()) - 1)
+            peer = installed.get((model, {"fp8_block": "fp8_rowwise"}.get(recipe, recipe), "torch"))
+            cells.append("-" if peer is None else f"{peer['us'] / 1e3:.2f}")
+            assert f"| {model}, {label} | {' | '.join(cells)} |" in page
+        ours = model, "none", AUTO_AT_EP_4[model]
+        waits += [f"{rows[ours]['extra']['exposed_us'] / 1e3:.1f}" for rows in (installed, options)]
+    for sentence in (
+        f"in {waits[0]} of its forward and backward in bf16, the GPU communicates or waits, and no work hides it. "
+        f"With the options {waits[1]} of the latter are left.",
+        f"waits for {waits[2]} ms of its 30 by `all_to_all` in bf16, and for {waits[3]} with them.",
+    ):
+        assert sentence in prose
+    assert f"is the faster one, or at most {max(chosen):.1%} slower".replace("%", " %") in prose
 
 
 def test_times_of_layers_in_a_scan_are_committed():

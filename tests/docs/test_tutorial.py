@@ -49,10 +49,18 @@ def test_script_refuses_what_is_not_there(monkeypatch):
 
 
 def test_captured_output():
-    """Breaks if the captured file does not say where it comes from."""
+    """Breaks if the captured file does not say where it comes from, or the page names another factor over JAX alone."""
     head, printed = (TUTORIAL / "layer_gpus.txt").read_text().split("\n\n", 1)
     assert re.match(r"# [24] x .*\n# jax [\d.]+, moax \w+, \d{4}\S+: python docs/tutorial/layer.py", head)
     assert len(printed.splitlines()) > 10 and all(b.output for b in pages.programs(PAGE) if "print(" in b.text)
+    times = {way: [float(ms) for ms in re.findall(rf"  {way} .*backward +(\S+)$", printed, re.MULTILINE)]
+             for way in ("native", "moax ", "moax, fp8_block")}  # fmt: skip
+    factors = []
+    for way in ("moax ", "moax, fp8_block"):
+        ratios = [native / ours for native, ours in zip(times["native"], times[way], strict=True)]
+        factors.append(f"{min(ratios):.1f} to {max(ratios):.1f} times as long as moax")
+    sentence = f"the layer of JAX alone takes {factors[0]} in bf16, and {factors[1]} in FP8."
+    assert sentence in " ".join(PAGE.read_text().split())
 
 
 def make_mesh(fsdp: int, ep: int) -> jax.sharding.Mesh:
