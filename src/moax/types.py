@@ -3,31 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.export
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from moax.recipe import Recipe
+from moax.recipe import Format, Recipe
 
 # What a step does once for the weights of its microbatches: it quantizes them, or it also gathers them over fsdp.
 Kept = Literal["kept", "gathered"]
 KEPT: tuple[Kept, ...] = get_args(Kept)
+# Classes of static fields, which `_to_json` writes as objects with their names.
+STATIC_CLASSES: dict[str, type] = {"Format": Format, "Recipe": Recipe}
 
 
-def exportable[T](cls: type[T]) -> type[T]:
-    """Registers a pytree class without static fields for `jax.export`, and returns the class.
+def exportable[T](cls: type[T], static: Sequence[str] = ()) -> type[T]:
+    """Registers a pytree class with the static fields `static` for `jax.export`, and returns the class.
 
-    A serialized function may then take and return values of the class, for example `moax.MoEParams`.
+    A serialized function may then take and return values of the class, for example `moax.MoEParams`. The program holds
+    static fields as JSON.
     """
+
+    def write(values: Any) -> bytes:
+        if not static:
+            return b""
+        return json.dumps(dict(zip(static, values, strict=True)), default=_to_json).encode()
+
+    def read(data: bytes) -> tuple[Any, ...]:
+        if not static:
+            return ()
+        fields = json.loads(data, object_hook=_from_json)
+        values = (fields[name] for name in static)
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
     return jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"moax.{cls.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
+        serialize_auxdata=write,
+        deserialize_auxdata=read,
     )
+
+
+def _to_json(value: Any) -> Any:
+    """Returns a recipe or a format as its fields and the name of its class, and a number of NumPy as one of Python."""
+    if type(value) in STATIC_CLASSES.values():
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"class": type(value).__name__, **fields}
+    if isinstance(value, np.generic):
+        return value.item()
+    raise ValueError(f"{value!r} is static; a static field of a program must be a number, a name or a moax.Recipe")
+
+
+def _from_json(fields: dict[str, Any]) -> Any:
+    """Returns the recipe or format that `_to_json` wrote; other fields are returned as they are."""
+    if "class" not in fields:
+        return fields
+    return STATIC_CLASSES[fields.pop("class")](**fields)
 
 
 def pytree(*static: str):
@@ -38,9 +74,7 @@ def pytree(*static: str):
         frozen: Any = dataclasses.dataclass(frozen=True)(cls)
         data = [f.name for f in dataclasses.fields(frozen) if f.name not in static]
         jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
-        if static:
-            return frozen
-        return exportable(frozen)
+        return exportable(frozen, static)
 
     return register
 
@@ -139,6 +173,9 @@ class QShard[Leaf](NamedTuple):
 
     data: Leaf
     scale: Leaf
+
+
+jax.export.register_namedtuple_serialization(QShard, serialized_name="moax.QShard")
 
 
 @pytree("recipe", "kernels", "gathered", "tp")

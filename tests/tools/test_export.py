@@ -1,9 +1,11 @@
 """`jax.export` of the block: what is serialized and called again computes the same; what cannot be says what can.
 
-Covers: one device, with a number of tokens and without; a mesh; gradients; recipes; the other engine.
+Covers: one device, with a number of tokens and without; a mesh; gradients; recipes; classes; the other engine.
 """
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +86,71 @@ def test_on_a_mesh(way):
     assert program.nr_devices == 8
     np.testing.assert_array_equal(got[0], want[0])
     assert got[1].tokens_per_expert.sum() == 32
+
+
+OWN = moax.Recipe(None, moax.Format("e5m2", 16, scale="e8m0"), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda p: moax.quantize_params(p, BARE, recipe=OWN, dtype=jnp.float32), dict(recipe=moax.Recipe(*[None] * 3))),
+        (lambda p: moax.lora.Adapters(p.wi[..., 0, :2], p.wi[:, :2], None, None, 0.1), dict(scale=0.2)),
+        pytest.param(
+            lambda p: moax.quantize_params(p, BARE, recipe="mxfp8", gather=True, dtype=jnp.float32),
+            dict(gathered=False),
+            marks=pytest.mark.more,
+        ),
+    ],
+    ids=["shards", "adapters", "gathered"],
+)
+def test_classes_with_static_fields(make, change):
+    """Breaks if a program cannot take and return `QuantizedParams` or `Adapters`, or is read back for values of another
+    recipe, name or scale than it was exported for."""
+    params = moax.init(jax.random.key(0), BARE)
+    value = jax.jit(make)(params)
+    recipe = getattr(value, "recipe", None)
+    option = "quantized" if recipe else "adapters"
+    block = jax.jit(lambda x, p, value: (moax.moe(x, p, BARE, recipe=recipe, **{option: value})[0], value))
+    program = back(export.export(block)(x_of(16), params, value))
+    got = program.call(x_of(16), params, value)
+    want = block(x_of(16), params, value)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="pytree node metadata does not match"):
+        program.call(x_of(16), params, dataclasses.replace(value, **change))
+
+
+def test_static_fields_of_other_types():
+    """Breaks if a scale of NumPy is refused, or a static field that JSON has no form for stands as something else."""
+    adapters = moax.lora.Adapters(jnp.ones(2), None, None, None, np.float32(0.1))
+    program = back(export.export(jax.jit(lambda value: value))(adapters))
+    got = program.call(adapters)
+    assert got.scale == np.float32(0.1)
+    other = moax.lora.Adapters(jnp.ones(2), None, None, None, jnp.float32)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ValueError, match="a static field of a program must be a number, a name or a moax.Recipe"):
+        export.export(jax.jit(lambda value: value))(other).serialize()
+
+
+@pytest.mark.more
+def test_what_another_process_imports(tmp_path):
+    """Breaks if a process that imports what docs/how-to/export.md names cannot read a program of moax's classes."""
+    params = moax.init(jax.random.key(0), BARE)
+    quantized = jax.eval_shape(lambda p: moax.quantize_params(p, BARE, recipe=OWN, dtype=jnp.float32), params)
+    adapters = jax.eval_shape(lambda key: moax.lora.init(key, BARE, 2), jax.random.key(1))
+    values = (params, quantized, adapters)
+    (tmp_path / "program").write_bytes(export.export(jax.jit(lambda *values: values))(*values).serialize())
+    code = """
+import sys
+from jax import export
+from moax import MoEParams
+import moax.lora
+print(export.deserialize(open(sys.argv[1], "rb").read()).in_tree)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "program")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(jax.tree.structure((values, {})))
 
 
 def test_the_engine_that_cannot():

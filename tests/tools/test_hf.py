@@ -351,6 +351,28 @@ def test_fp8_checkpoint(tmp_path):
         deepseek(state)
 
 
+@pytest.mark.parametrize("d_ff", [127, 32, 128])
+def test_fp8_of_concatenated_experts(tmp_path, d_ff):
+    """Breaks if an expert whose rows start inside a block of 128 gets another block's scales, or is refused."""
+    config = MoEConfig(160, d_ff, 8, 2)
+    rows = config.num_experts * d_ff
+    generator = np.random.default_rng(0)
+    state = {"router.layer.weight": np.zeros((8, 160), np.float32)}
+    want = {}
+    for name in ("w1", "v1", "w2"):
+        data = generator.standard_normal((rows, 160)).astype(jnp.float8_e4m3fn)
+        scale = generator.uniform(0.5, 2, (-(-rows // 128), 2)).astype(np.float32)
+        state |= {f"experts.mlp.{name}": data, f"experts.mlp.{name}_scale_inv": scale}
+        values = data.astype(np.float32) * scale[np.arange(rows)[:, None] // 128, np.arange(160) // 128]
+        want[name] = values.reshape(8, d_ff, 160)
+    safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
+    for source in (state, tmp_path):
+        params = hf.params_from_hf(source, config, model_type="dbrx", dtype=np.float32)
+        np.testing.assert_array_equal(params.wo, want["w2"])
+        np.testing.assert_array_equal(params.wi[:, :, 0], want["w1"].swapaxes(1, 2))
+        np.testing.assert_array_equal(params.wi[:, :, 1], want["v1"].swapaxes(1, 2))
+
+
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 

@@ -139,8 +139,9 @@ class Stored(NamedTuple):
     mxfp4 (GPT-OSS)       w[32 g + i, r] = e2m1(nibble i of blocks[r, g]) * 2^(scales[r, g] - 127)
     fp8 (DeepSeek-V3)     w[r, c] = e4m3(data[r, c]) * scale_inv[r // 128, c // 128]
 
-    Nibbles 2 j and 2 j + 1 are the low and the high half of byte j. bfloat16 holds mxfp4 exactly. The product of an fp8
-    value and a float32 scale is rounded once, to bfloat16 or to the wanted dtype.
+    Rows of concatenated experts are counted from the first expert: with 100 rows an expert, r = 128 is row 28 of
+    expert 1. Nibbles 2 j and 2 j + 1 are the low and the high half of byte j. bfloat16 holds mxfp4 exactly. The product
+    of an fp8 value and a float32 scale is rounded once, to bfloat16 or to the wanted dtype.
     """
 
     data: Entry
@@ -191,14 +192,22 @@ class Stored(NamedTuple):
         data = self.data.read(part, parts)
         if self.scales is None:
             return data.astype(dtype, copy=False)
-        scales = self.scales.read(part, parts)
         if self.is_mxfp4:
+            scales = self.scales.read(part, parts)
             numbers = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
             check_scales(self.scales.name, numbers, MOST_OF_FP4)
             return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype)
+        skip = 0
+        if data.ndim == 2:
+            # The rows of a part, an expert of concatenated ones, may start inside a block.
+            begin, skip = divmod(part * len(data), FP8_BLOCK)
+            blocks = -(-(skip + len(data)) // FP8_BLOCK)
+            scales = self.scales.read()[begin : begin + blocks]
+        else:
+            scales = self.scales.read(part, parts)
         numbers = scales.astype(np.float32)
         check_scales(self.scales.name, numbers)
-        return decode_fp8(data, numbers, dtype)
+        return decode_fp8(data, numbers, dtype, skip)
 
 
 def locate(state: State, name: str) -> Stored | None:
@@ -237,11 +246,12 @@ def decode_fp8(
     data: Float8e4m3fn[np.ndarray, "*E R C"],
     scale_inv: Float[np.ndarray, "*E A B"],
     dtype: np.dtype,
+    skip: int = 0,
 ) -> Float[np.ndarray, "*E R C"]:
-    """Multiplies in float32 and rounds to `dtype`; A = ceil(R / 128), B = ceil(C / 128)."""
+    """Multiplies in float32 and rounds to `dtype`; row 0 is row `skip` of a block, A = ceil((skip + R) / 128)."""
     rows, columns = data.shape[-2:]
     scale = scale_inv.astype(np.float32)
-    scale = scale.repeat(FP8_BLOCK, -2)[..., :rows, :]
+    scale = scale.repeat(FP8_BLOCK, -2)[..., skip : skip + rows, :]
     scale = scale.repeat(FP8_BLOCK, -1)[..., :columns]
     return (data.astype(np.float32) * scale).astype(dtype)
 
