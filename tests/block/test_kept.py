@@ -195,6 +195,38 @@ def test_of_another_tp(gather, recipe, works):
             jax.eval_shape(run_block)
 
 
+def _change(quantized, change):
+    """Returns quantized weights whose wi has passed `change`, an array's values and then its scales."""
+    return dataclasses.replace(quantized, wi=tuple(type(v)(*map(change, v, ("data", "scale"))) for v in quantized.wi))
+
+
+CHANGED = {
+    "scales of bf16": ("fp8_block", lambda v, part: v.astype(jnp.bfloat16) if part == "scale" else v,
+                       "quantized.wi has scale of dtype bfloat16, which must be float32"),
+    "data in f32": ("mxfp8", lambda v, part: v.astype(jnp.float32) if part == "data" else v,
+                    "quantized.wi has data of dtype float32, which must be uint8"),
+    "scales of one expert": ("fp8_block", lambda v, part: v[:1] if part == "scale" else v,
+                             "quantized.wi has scales of 1 experts and data of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_arrays(name):
+    """Breaks if a block multiplies by the scales of another expert, or by scales that a cast of all arrays rounded."""
+    recipe, change, message = CHANGED[name]
+    quantized = _change(moax.quantize_params(PARAMS, CONFIG, recipe=recipe, dtype=jnp.float32), change)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, quantized=quantized, recipe=recipe))
+
+
+def test_no_quantized_weight():
+    """Breaks if the error of quantized weights that are none does not name them."""
+    quantized = moax.quantize_params(PARAMS, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+    quantized = dataclasses.replace(quantized, wi=())
+    with pytest.raises(ValueError, match="quantized.wi must be a tuple of 2 QShards"):
+        jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, quantized=quantized, recipe="fp8_block"))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     """Breaks if weights that were quantized otherwise are multiplied as if they were the block's."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
-from moax.ops.weights import WeightSpec, find_layout, values_of
+from moax.ops.weights import USES, WeightSpec, find_layout, values_of
 from moax.params import DIMS, LARGE, MoEParams
-from moax.recipe import Recipe, describe_recipe, get_recipe
+from moax.recipe import Format, Recipe, describe_recipe, get_recipe
 from moax.text import plural
-from moax.types import QuantizedParams
+from moax.types import QShard, QuantizedParams
 
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
@@ -277,7 +277,7 @@ def _explain(allowed: Names) -> str:
 
 
 def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
-    """Raises ValueError where quantized weights are of another recipe, implementation, tp or size than the block's."""
+    """Raises ValueError where quantized weights are of another recipe, implementation, tp, size or form."""
     same = "pass the same options and the dtype of x to moax.quantize_params"
     if quantized.recipe != plan.recipe:
         have = describe_recipe(quantized.recipe)
@@ -295,6 +295,7 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
             "axes="
         )
     for name in ("wi", "wo"):
+        _check_operands(name, getattr(quantized, name), plan.recipe.w)
         values = values_of(getattr(quantized, name))
         shape = getattr(params, name).shape
         owner = f"params.{name}"
@@ -308,3 +309,27 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
                 "moax.quantize_params"
             )
+
+
+def _check_operands(name: str, operands: Any, format: Format | None) -> None:
+    """Raises ValueError unless a quantized weight has the arrays that `moax.quantize_params` returns."""
+    advice = "pass what moax.quantize_params returns, without a cast of its arrays"
+    kind: Any = jax.Array | np.ndarray
+    count = 1
+    if format is not None:
+        kind = QShard
+        count = len(USES)
+    is_tuple = isinstance(operands, tuple) and len(operands) == count
+    if not is_tuple or not all(isinstance(operand, kind) for operand in operands):
+        expected = "one array" if format is None else f"{count} QShards"
+        raise ValueError(f"quantized.{name} must be a tuple of {expected}; {advice}")
+    if format is None:
+        return
+    scale_dtype = jnp.dtype(jnp.uint8 if format.scale == "e8m0" else jnp.float32)
+    for operand in operands:
+        for part, array, dtype in (("data", operand.data, jnp.dtype(jnp.uint8)), ("scale", operand.scale, scale_dtype)):
+            if array.dtype != dtype:
+                raise ValueError(f"quantized.{name} has {part} of dtype {array.dtype}, which must be {dtype}; {advice}")
+        experts, scales = operand.data.shape[0], operand.scale.shape[0]
+        if experts != scales:
+            raise ValueError(f"quantized.{name} has scales of {scales} experts and data of {experts}; {advice}")
