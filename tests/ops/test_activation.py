@@ -149,6 +149,13 @@ def test_what_no_activation_may_be(activation, says):
         activation_of(activation)
 
 
+@pytest.mark.parametrize("transform", (jax.jit, jax.grad))
+def test_an_activation_reads_no_traced_value(transform):
+    """Breaks if an activation with a parameter ends in an error of JAX, which names no argument."""
+    with pytest.raises(ValueError, match="activation=.* reads a traced value of the program around the call"):
+        transform(lambda slope: activate(jnp.ones((2, 2, 4)), lambda gate, up: gate * up * slope).sum())(2.0)
+
+
 @pytest.mark.parametrize("activation", SIX)
 def test_bfloat16(activation):
     """Computed in float32 and rounded once: no worse than half an ulp of bfloat16."""

@@ -38,7 +38,7 @@ from moax.activations import (
     gates_of,
     operations,
 )
-from moax.checks import check_arrays
+from moax.checks import check_arrays, check_value
 from moax.mesh.specs import check_whole
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -65,8 +65,12 @@ def activate(
         than the activation takes, or axes split its dim G.
     """
     check_activation("activation", activation)
-    act = activation_of(activation, limit)
     gates = gates_of(activation)
+    if limit is not None:
+        check_value("limit", limit, float, above=0)
+        if gates != 2:
+            raise ValueError(f"limit={limit!r} must be None for activation={activation!r}, which has no gate")
+    act = activation_of(activation, limit)
     check_arrays("h [..., G, F]", h, G=gates)
     check_whole("h", h, h.ndim - 2)
 
@@ -98,7 +102,13 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
         # Without the mesh, the value is known inside a `shard_map` too.
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
             zeros = [jnp.zeros((1, 1), jnp.float32)] * gates_of(activation)
-            at_zero = float(act(*zeros)[0, 0])
+            at_zero = act(*zeros)[0, 0]
+        if isinstance(at_zero, jax.core.Tracer):
+            raise ValueError(
+                f"activation={activation!r} reads a traced value of the program around the call; it may read its "
+                "operands and constants alone"
+            )
+        at_zero = float(at_zero)
         if at_zero != 0.0:
             raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
     if limit is None and activation == "swiglu_oai":
