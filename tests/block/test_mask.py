@@ -203,3 +203,30 @@ def test_errors(changes, says):
         match="sequences is None; it must be given for sequence_aux_loss",
     ):
         moax.route(np.ones((4, 8), np.float32), SEQUENCES, 2)
+
+
+def root(gate, up):
+    return jnp.sqrt(jnp.abs(gate)) * up
+
+
+@pytest.mark.parametrize("way", some(("explicit", "custom_partitioning", "shard_map"), 1))
+def test_an_infinite_slope_at_zero_meets_no_padding(way):
+    """Breaks if backward multiplies the slope of a user's activation at h of padding, in the shared expert too."""
+    config = moax.MoEConfig(32, 64, 8, 2, activation=root, shared_d_ff=16)
+    params = make_params(config)
+    x = random(0, 32, 32)
+    real = np.arange(32) % 3 > 0
+    cotangents = random(1, 32, 32)
+
+    def call(x, params, engine):
+        return moax.moe(x, params, config, mask=jnp.asarray(real), engine=engine)[0], ()
+
+    def total(params):
+        return jnp.sum(reference.moe(jnp.asarray(x[real]), params, config)[0] * cotangents[real])
+
+    layout = spec("tp2x2x2", TOKENS)
+    specs = moax.param_specs(config, mesh=make_mesh("tp2x2x2"))
+    run = program(way, "tp2x2x2", call, (x, params), (layout, specs), layout, cotangents=cotangents, wrt=(1,))
+    *_, (grads,) = run()
+    for have, want in zip(jax.tree.leaves(grads), jax.tree.leaves(jax.grad(total)(params)), strict=True):
+        assert rel_norm(have, want) < 1e-5

@@ -126,6 +126,7 @@ def moe(
       TypeError: `Options` has no field of a keyword's name.
     """
     check_value("config", config, MoEConfig)
+    check_value("return_routing", return_routing, bool)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
     local = _takes_shards(options.axes)
@@ -256,7 +257,7 @@ def _moe(
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
     inputs = Inputs(rows, experts, weights)
     y, dropped, rounds = apply_experts(view, plan, inputs, w, quantized)
-    y = _add_shared(view, shared, params, tokens.rows, y)
+    y = _add_shared(view, shared, params, tokens, y)
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
@@ -375,10 +376,18 @@ class SharedMatmuls(NamedTuple):
             grad_reduce_dtype=options.grad_reduce_dtype,
         )
 
-    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array) -> Float[Array, "T H"]:
+    def run_expert(self, tokens: Tokens, wi: Array, wo: Array) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
-        h = self.multiply(x, wi, "shared_wi")
+        h = self.multiply(tokens.rows, wi, "shared_wi")
+        real = tokens.real
+        if isinstance(self.config.activation, str):
+            real = None
+        # An activation of the user's may have an infinite slope at 0, and h of padding is 0.
+        if real is not None:
+            h = jnp.where(real[..., None], h, 1)
         a = activate(h, self.config.activation, self.config.activation_limit)
+        if real is not None:
+            a = jnp.where(real, a, 0)
         return self.multiply(a, wo, "shared_wo")
 
 
@@ -386,7 +395,7 @@ def _add_shared(
     view: MeshView,
     matmuls: SharedMatmuls,
     params: MoEParams[Array],
-    tokens: Float[Array, "T H"],
+    tokens: Tokens,
     y: Float[Array, "T D"],
 ) -> Float[Array, "T H"]:
     """Returns the sums over tp of the experts' y, times latent_up, and of the shared expert, times its gate."""
@@ -407,7 +416,7 @@ def _add_shared(
     if params.shared_gate is not None:  # each rank of tp has the whole gradient of the gate
         options = matmuls.options
         column = params.shared_gate[:, None]
-        logits = router_logits(tokens, column, axes=options.axes, engine=options.engine)
+        logits = router_logits(tokens.rows, column, axes=options.axes, engine=options.engine)
         shared = multiply_gate(shared, jax.nn.sigmoid(logits), y.dtype)
     return y + shared
 
