@@ -7,6 +7,7 @@ numbers; the precision of the router's gradient and of its weights.
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 
 import jax
@@ -121,18 +122,20 @@ WRONG = [
     *_with(moax.load_metrics, "tokens_per_expert", (None, [1], X, SIZES[:0])),
     *_with(_moe, "segment_ids", ([0], "x", SIZES, np.ones((6,), bool))),
     *_with(RouterConfig, "histogram", (True, None, 1)),
-    *_with(moax.init, "key", (0, None, "seed", np.zeros(4, np.float32)), config=CONFIG),
+    *_with(moax.init, "key", (0, None, "seed", np.zeros(4, np.float32), jax.random.split(jax.random.key(0), 3)),
+           config=CONFIG),
     *_with(moax.init, "config", (None, {}, RouterConfig()), key=jax.random.key(0)),
     *_with(moax.init, "dtype", (jnp.int32, bool, "float99", jnp.float64), key=jax.random.key(0), config=CONFIG),
     *_with(moax.init, "axes", ("ep", None, {}), key=jax.random.key(0), config=CONFIG),
     *_with(moax.quantize_params, "dtype", (None, jnp.int32, "float99"), params=PARAMS, config=CONFIG),
     *_with(moax.param_specs, "config", (None, {}), mesh=MESH),
     *_with(moax.param_specs, "axes", ("ep", None), config=CONFIG, mesh=MESH),
+    *_with(moax.param_specs, "mesh", ("x", {"ep": 2}), config=CONFIG),
     *_with(moax.lora.init, "axes", ("ep", None), key=jax.random.key(0), config=CONFIG, rank=2),
     *_with(moax.lora.adapter_specs, "config", (None, {}), mesh=MESH),
     *_with(moax.lora.merge, "adapters", (None, PARAMS), params=PARAMS),
     *_with(moax.lora.merge, "params", (None, {}, dataclasses.replace(PARAMS, wi=None)), adapters=ADAPTERS),
-    *_with(moax.make_mesh, "sizes", ({"fsdp": 0}, {"fsdp": "2"}, {"fsdp": -1})),
+    *_with(moax.make_mesh, "sizes", ({"fsdp": 0}, {"fsdp": "2"}, {"fsdp": -1}, [8])),
     *_with(moax.inspect.inspect_block, "config", (None, {}), tokens=8),
     *_with(moax.inspect.inspect_block, "tokens", NOT_COUNTS, config=CONFIG),
     *_with(moax.inspect.inspect_block, "dtype", ("float99", jnp.int32), config=CONFIG, tokens=8),
@@ -141,7 +144,10 @@ WRONG = [
     *_with(moax.estimate.estimate, "remat", (1, "yes"), model=CONFIG, mesh={}, tokens=8),
     *_with(moax.hf.config_to_hf, "config", (None, {}), model_type="mixtral"),
     *_with(moax.hf.params_from_hf, "config", (None, {}), source={}, model_type="mixtral"),
-    *_with(moax.init, "initializers", ({"wi": 3},), key=jax.random.key(0), config=CONFIG),
+    *_with(moax.init, "initializers", ({"wi": 3}, [1]), key=jax.random.key(0), config=CONFIG),
+    *_with(_moe, "return_routing", ("no", 1, None)),
+    *_with(moax.ops.activate, "limit", (-1, math.nan, "3"), h=np.ones((2, 2, 4), np.float32), activation="swiglu"),
+    *_with(moax.ops.activate, "limit", (1.0,), h=np.ones((2, 1, 4), np.float32), activation="silu"),
     *_with(moax.Axes, "dp", ({"a": 1}, 1, [1])),
     *_with(moax.Format, "block", (True, 0, 8.0, "8", [8])),
     *_with(moax.Format, "dtype", ("e3m4", None, ["e4m3"], jnp.float8_e4m3fn)),

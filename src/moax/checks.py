@@ -289,6 +289,9 @@ def check_key(name: str, value: Any) -> None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise ValueError(f"{name} is {_describe(value)}; it must be a PRNG key, such as jax.random.key(0)")
+    keys = value.shape if jnp.issubdtype(dtype, jax.dtypes.prng_key) else value.shape[:-1]
+    if keys:
+        raise ValueError(f"{name} is an array of keys, of shape {keys}; it must be one key, such as jax.random.key(0)")
 
 
 def _describe(value: Any) -> str:

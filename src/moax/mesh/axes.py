@@ -48,6 +48,10 @@ def make_mesh(
     Raises:
       ValueError: a size is no int of at least 1, or the product of the sizes is not the number of devices.
     """
+    if not isinstance(sizes, Mapping):
+        raise ValueError(
+            f"sizes={sizes!r} must be a mapping from names of axes to sizes, such as {{'fsdp': 4, 'ep': 2}}"
+        )
     for name, size in sizes.items():
         check_value(f"sizes[{name!r}]", size, int)
     if devices is None:
