@@ -325,11 +325,16 @@ def _check_operands(name: str, operands: Any, format: Format | None) -> None:
         raise ValueError(f"quantized.{name} must be a tuple of {expected}; {advice}")
     if format is None:
         return
-    scale_dtype = jnp.dtype(jnp.uint8 if format.scale == "e8m0" else jnp.float32)
+    scale_dtypes = ["float32"]
+    if format.scale == "e8m0":  # an implementation may keep the exponents as float32
+        scale_dtypes = ["float32", "uint8"]
     for operand in operands:
-        for part, array, dtype in (("data", operand.data, jnp.dtype(jnp.uint8)), ("scale", operand.scale, scale_dtype)):
-            if array.dtype != dtype:
-                raise ValueError(f"quantized.{name} has {part} of dtype {array.dtype}, which must be {dtype}; {advice}")
+        for part, array, dtypes in (("data", operand.data, ["uint8"]), ("scale", operand.scale, scale_dtypes)):
+            if array.dtype not in dtypes:
+                expected = " or ".join(dtypes)
+                raise ValueError(
+                    f"quantized.{name} has {part} of dtype {array.dtype}, which must be {expected}; {advice}"
+                )
         experts, scales = operand.data.shape[0], operand.scale.shape[0]
         if experts != scales:
             raise ValueError(f"quantized.{name} has scales of {scales} experts and data of {experts}; {advice}")
