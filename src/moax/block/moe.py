@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import apply_experts
-from moax.block.plan import BlockPlan, check_layouts, check_quantized, make_plan
+from moax.block.plan import BlockPlan, check_layouts, check_quantized, check_quantized_arrays, make_plan
 from moax.block.rounds import Inputs, Quantized
 from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
@@ -133,7 +133,7 @@ def moe(
     if adapters is not None:
         check_adapters(adapters, config, local=local)
     if quantized is not None:
-        check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
+        check_quantized_arrays(quantized)
     override = read_override(routing)
     arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
     _check_arrays(x, config, arrays)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from moax.checks import check_value
 from moax.config import LIMITED_FACTOR, BufferFactor, MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, allot_slots
@@ -28,11 +28,11 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
-from moax.ops.weights import WeightSpec, find_layout, values_of
+from moax.ops.weights import USES, WeightSpec, find_layout, quantized_shapes, values_of
 from moax.params import DIMS, LARGE, MoEParams
-from moax.recipe import Recipe, describe_recipe, get_recipe
+from moax.recipe import Format, Recipe, describe_recipe, get_recipe
 from moax.text import plural
-from moax.types import QuantizedParams
+from moax.types import QShard, QuantizedParams
 
 # A later round has half of the slots and 45 % of the rows of the first, because it recomputes what the first round
 # saved. Its rows are this many twentieths.
@@ -276,6 +276,27 @@ def _explain(allowed: Names) -> str:
     return f"the mesh axes {allowed} alone may split the dim"
 
 
+def check_quantized_arrays(quantized: Any) -> None:
+    """Raises ValueError unless quantized is a QuantizedParams, with the arrays that its recipe says for each weight."""
+    check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
+    check_value("quantized.recipe", quantized.recipe, Recipe)
+    expected = "(array)" if quantized.recipe.w is None else "(QShard(array, array), QShard(array, array))"
+    for name in ("wi", "wo"):
+        value = _describe_tree(getattr(quantized, name))
+        if value != expected:
+            raise ValueError(f"quantized.{name} is {value}; it must be {expected}, as moax.quantize_params returns it")
+
+
+def _describe_tree(value: Any) -> str:
+    """Returns the text of a tuple, a QShard or an array of a quantized weight, or the name of another class."""
+    if hasattr(value, "dtype"):
+        return "array"
+    name = type(value).__name__
+    if not isinstance(value, tuple):
+        return name
+    return f"{name.removeprefix('tuple')}({', '.join(map(_describe_tree, value))})"
+
+
 def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation, tp or size than the block's."""
     same = "pass the same options and the dtype of x to moax.quantize_params"
@@ -295,16 +316,37 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
             "axes="
         )
     for name in ("wi", "wo"):
-        values = values_of(getattr(quantized, name))
+        weight = getattr(plan, name)
+        arrays = getattr(quantized, name)
+        values = values_of(arrays)
         shape = getattr(params, name).shape
         owner = f"params.{name}"
         if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
-            shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
+            shape = find_layout(weight).whole_shape(shape, view.axes)
             owner = f"params.{name}, gathered over {view.axes.fsdp},"
         if values.shape != shape:
             raise ValueError(f"quantized.{name} is of a weight {values.shape}, and {owner} has shape {shape}")
-        if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype != plan.dtype:
+        if plan.recipe.w is not None:
+            shapes = quantized_shapes(weight, shape, local=view.manual)
+            for use, shard, expected in zip(USES, arrays, shapes, strict=True):
+                _check_shard(f"quantized.{name}: its {use}", shard, expected, plan.recipe.w)
+        elif values.dtype != plan.dtype:
             raise ValueError(
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
                 "moax.quantize_params"
+            )
+
+
+def _check_shard(name: str, shard: QShard[Array], shapes: QShard[tuple[int, ...]], format: Format) -> None:
+    """Raises ValueError unless the arrays of a quantized weight have the dtypes and shapes of its format."""
+    scale_dtypes = ["float32"]
+    if format.scale == "e8m0":  # FP8 matmuls take the exponents in float32
+        scale_dtypes.append("uint8")
+    for field, dtypes in (("data", ["uint8"]), ("scale", scale_dtypes)):
+        array = getattr(shard, field)
+        shape = getattr(shapes, field)
+        if array.shape != shape or array.dtype.name not in dtypes:
+            raise ValueError(
+                f"{name}.{field} is {array.dtype.name} {array.shape}; it must be {' or '.join(dtypes)} {shape}, as "
+                "moax.quantize_params returns it"
             )
