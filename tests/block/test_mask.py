@@ -95,6 +95,21 @@ def test_padding_is_not_there(way, options):
         np.testing.assert_allclose(getattr(stats, name), getattr(want, name), rtol=5e-6)
 
 
+def test_no_slope_at_padding():
+    """Breaks if padding has a gradient by an activation whose slope at 0 is infinite: NaN in the shared expert."""
+    config = moax.MoEConfig(32, 16, 4, 2, activation=lambda g, u: jnp.sqrt(jnp.abs(g)) * u, shared_d_ff=8)
+    params = make_params(config)
+    x = random(0, 6, 32)
+    mask = np.arange(6) < 4
+
+    def total(params, x, mask):
+        return jnp.sum(moax.moe(x, params, config, mask=mask)[0] ** 2)
+
+    grad = jax.jit(jax.grad(total))
+    pairs = zip(jax.tree.leaves(grad(params, x, mask)), jax.tree.leaves(grad(params, x[:4], None)), strict=True)
+    assert all(rel_norm(d, d_want) <= ONE_DEVICE for d, d_want in pairs)
+
+
 @pytest.mark.parametrize("exchange", ("all_gather", "all_to_all"))
 def test_padding_takes_no_capacity(exchange):
     """Breaks if padding takes rows or slots: 128 equal tokens want one rank, which has room for the real half."""

@@ -256,7 +256,7 @@ def _moe(
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
     inputs = Inputs(rows, experts, weights)
     y, dropped, rounds = apply_experts(view, plan, inputs, w, quantized)
-    y = _add_shared(view, shared, params, tokens.rows, y)
+    y = _add_shared(view, shared, params, tokens, y)
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
@@ -375,10 +375,15 @@ class SharedMatmuls(NamedTuple):
             grad_reduce_dtype=options.grad_reduce_dtype,
         )
 
-    def run_expert(self, x: Float[Array, "T H"], wi: Array, wo: Array) -> Float[Array, "T H"]:
+    def run_expert(self, tokens: Tokens, wi: Array, wo: Array) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
-        h = self.multiply(x, wi, "shared_wi")
+        h = self.multiply(tokens.rows, wi, "shared_wi")
+        real = tokens.real
+        if real is not None:  # the slope of an activation at 0, where padding is, may be infinite
+            h = jnp.where(real[..., None], h, 1)
         a = activate(h, self.config.activation, self.config.activation_limit)
+        if real is not None:  # act(0), since real rows share the scales of their blocks with padding in wgrad
+            a = jnp.where(real, a, 0)
         return self.multiply(a, wo, "shared_wo")
 
 
@@ -386,7 +391,7 @@ def _add_shared(
     view: MeshView,
     matmuls: SharedMatmuls,
     params: MoEParams[Array],
-    tokens: Float[Array, "T H"],
+    tokens: Tokens,
     y: Float[Array, "T D"],
 ) -> Float[Array, "T H"]:
     """Returns the sums over tp of the experts' y, times latent_up, and of the shared expert, times its gate."""
@@ -407,7 +412,7 @@ def _add_shared(
     if params.shared_gate is not None:  # each rank of tp has the whole gradient of the gate
         options = matmuls.options
         column = params.shared_gate[:, None]
-        logits = router_logits(tokens, column, axes=options.axes, engine=options.engine)
+        logits = router_logits(tokens.rows, column, axes=options.axes, engine=options.engine)
         shared = multiply_gate(shared, jax.nn.sigmoid(logits), y.dtype)
     return y + shared
 
