@@ -129,6 +129,18 @@ def test_one_function_object():
         assert activation_of(activation) is activation_of(activation)
 
 
+@pytest.mark.parametrize("transform", (jax.jit, jax.grad, lambda f: lambda slope: jax.vmap(f)(slope[None])))
+def test_no_activation_reads_a_traced_value(transform):
+    """Breaks if a slope that is learned fails in the guts, without the name of the argument."""
+
+    def total(slope):
+        return activate(jnp.ones((4, 1, 8)), lambda up: up * slope).sum()
+
+    with pytest.raises(ValueError, match=r"reads a traced value float32\[\], .* must read only its operands"):
+        transform(total)(jnp.float32(2))
+    assert total(jnp.float32(2)) == 64
+
+
 @pytest.mark.parametrize(
     ("activation", "says"),
     [

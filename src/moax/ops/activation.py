@@ -61,8 +61,8 @@ def activate(
       a: [..., F] in h.dtype, with the leading dims and the sharding of h. It is differentiable in h.
 
     Raises:
-      ValueError: the activation is unknown, not elementwise or not 0 at 0, or h has fewer than two dims or another G
-        than the activation takes, or axes split its dim G.
+      ValueError: the activation is unknown, not elementwise or not 0 at 0, or reads a traced value, or h has fewer than
+        two dims or another G than the activation takes, or axes split its dim G.
     """
     check_activation("activation", activation)
     act = activation_of(activation, limit)
@@ -126,6 +126,12 @@ def _check_elementwise(activation: Activation, act: Callable) -> None:
         closed = jax.make_jaxpr(act)(*[value] * gates_of(activation))
     except Exception as error:
         raise ValueError(f"activation={activation!r} fails on float32 arrays ({error}); {rule}") from error
+    for const in closed.consts:
+        if isinstance(const, jax.core.Tracer):
+            raise ValueError(
+                f"activation={activation!r} reads a traced value {const.aval.str_short()}, such as a parameter; "
+                "it must read only its operands and constants"
+            )
     results = jax.tree.leaves(jax.eval_shape(act, *[value] * gates_of(activation)))
     types = [(result.shape, result.dtype) for result in results]
     if types != [(SHAPE, jnp.float32)]:
