@@ -112,6 +112,8 @@ WRONG = [
     *_with(ops.dense, "bias", ([0.0], np.ones(5, np.float32)), **DENSE),
     *_with(ops.activate, "h", NOT_ARRAYS, activation="silu"),
     *_with(ops.activate, "activation", (None, ["silu"], "sillu", 1), h=np.ones((6, 1, 8), np.float32)),
+    *_with(ops.activate, "limit", (0, -1, float("nan"), "3", True, [1]), h=np.ones((6, 2, 8)), activation="swiglu"),
+    *_with(ops.activate, "limit", (0.1,), h=np.ones((6, 1, 8)), activation="silu"),
     *_with(moax.update_router_bias, "bias", (None, [0.0], SIZES), tokens_per_expert=SIZES),
     *_with(moax.update_router_bias, "tokens_per_expert", (None, [1], X, SIZES[:3]), bias=np.zeros(4, np.float32)),
     *_with(moax.update_router_bias, "rate", ("1e-3", True, [1]), **UPDATE),

@@ -38,7 +38,7 @@ from moax.activations import (
     gates_of,
     operations,
 )
-from moax.checks import check_arrays
+from moax.checks import check_arrays, check_value
 from moax.mesh.specs import check_whole
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -62,11 +62,16 @@ def activate(
 
     Raises:
       ValueError: the activation is unknown, not elementwise or not 0 at 0, or reads a traced value, or h has fewer than
-        two dims or another G than the activation takes, or axes split its dim G.
+        two dims or another G than the activation takes, or axes split its dim G, or the limit is no finite number above
+        0, or the activation has no gate for it.
     """
     check_activation("activation", activation)
-    act = activation_of(activation, limit)
     gates = gates_of(activation)
+    if limit is not None:
+        check_value("limit", limit, float, above=0)
+        if gates != 2:
+            raise ValueError(f"limit={limit!r} needs an activation with a gate; activation={activation!r} has none")
+    act = activation_of(activation, limit)
     check_arrays("h [..., G, F]", h, G=gates)
     check_whole("h", h, h.ndim - 2)
 
