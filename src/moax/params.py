@@ -428,6 +428,8 @@ def init(
     check_value("axes", axes, Axes)
     check_value("dtype", dtype, jnp.floating)
     check_key("key", key)
+    if not isinstance(initializers, Mapping | None):
+        raise ValueError(f"initializers={initializers!r} must be a mapping from names of parameters to functions")
     initializer_of = dict(initializers or {})
     shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}
     for name in initializer_of:

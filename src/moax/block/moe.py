@@ -134,6 +134,7 @@ def moe(
         check_adapters(adapters, config, local=local)
     if quantized is not None:
         check_quantized_arrays(quantized)
+    check_value("return_routing", return_routing, bool)
     override = read_override(routing)
     arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
     _check_arrays(x, config, arrays)
