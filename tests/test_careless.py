@@ -7,7 +7,6 @@ numbers; the precision of the router's gradient and of its weights.
 import contextlib
 import dataclasses
 import itertools
-import math
 import re
 
 import jax
@@ -76,6 +75,7 @@ WRONG = [
     *_with(_moe, "engine", ("gspmd", None, {}, ["auto"])),
     *_with(_moe, "buffer_factor", (0, -1.0, "2", True, [1], float("nan"), float("inf"))),
     *_with(_moe, "save_rows", (1, "yes")),
+    *_with(_moe, "return_routing", ("no", 1, None, np.ones(()))),
     *_with(moax.quantize_params, "dtype", (jnp.int8, "bf16", jnp.float64, None), params=PARAMS, config=CONFIG),
     *_with(_params, "wi", (X, [1.0], "wi", None, np.ones((4, 16, 2, 8), np.int32))),
     *_with(_params, "router", (None, {}, np.ones((16, 5), np.float32))),
@@ -113,6 +113,8 @@ WRONG = [
     *_with(ops.dense, "bias", ([0.0], np.ones(5, np.float32)), **DENSE),
     *_with(ops.activate, "h", NOT_ARRAYS, activation="silu"),
     *_with(ops.activate, "activation", (None, ["silu"], "sillu", 1), h=np.ones((6, 1, 8), np.float32)),
+    *_with(ops.activate, "limit", (0, -1, float("nan"), "3", True, [1]), h=np.ones((6, 2, 8)), activation="swiglu"),
+    *_with(ops.activate, "limit", (0.1,), h=np.ones((6, 1, 8)), activation="silu"),
     *_with(moax.update_router_bias, "bias", (None, [0.0], SIZES), tokens_per_expert=SIZES),
     *_with(moax.update_router_bias, "tokens_per_expert", (None, [1], X, SIZES[:3]), bias=np.zeros(4, np.float32)),
     *_with(moax.update_router_bias, "rate", ("1e-3", True, [1]), **UPDATE),
@@ -122,20 +124,20 @@ WRONG = [
     *_with(moax.load_metrics, "tokens_per_expert", (None, [1], X, SIZES[:0])),
     *_with(_moe, "segment_ids", ([0], "x", SIZES, np.ones((6,), bool))),
     *_with(RouterConfig, "histogram", (True, None, 1)),
-    *_with(moax.init, "key", (0, None, "seed", np.zeros(4, np.float32), jax.random.split(jax.random.key(0), 3)),
-           config=CONFIG),
+    *_with(moax.init, "key", (0, None, "seed", np.zeros(4, np.float32), jax.random.split(jax.random.key(0), 3),
+                              np.zeros((3, 2), np.uint32), np.uint32(0)), config=CONFIG),
     *_with(moax.init, "config", (None, {}, RouterConfig()), key=jax.random.key(0)),
     *_with(moax.init, "dtype", (jnp.int32, bool, "float99", jnp.float64), key=jax.random.key(0), config=CONFIG),
     *_with(moax.init, "axes", ("ep", None, {}), key=jax.random.key(0), config=CONFIG),
     *_with(moax.quantize_params, "dtype", (None, jnp.int32, "float99"), params=PARAMS, config=CONFIG),
     *_with(moax.param_specs, "config", (None, {}), mesh=MESH),
     *_with(moax.param_specs, "axes", ("ep", None), config=CONFIG, mesh=MESH),
-    *_with(moax.param_specs, "mesh", ("x", {"ep": 2}), config=CONFIG),
+    *_with(moax.param_specs, "mesh", ("x", {"ep": 2}, [8]), config=CONFIG),
     *_with(moax.lora.init, "axes", ("ep", None), key=jax.random.key(0), config=CONFIG, rank=2),
     *_with(moax.lora.adapter_specs, "config", (None, {}), mesh=MESH),
     *_with(moax.lora.merge, "adapters", (None, PARAMS), params=PARAMS),
     *_with(moax.lora.merge, "params", (None, {}, dataclasses.replace(PARAMS, wi=None)), adapters=ADAPTERS),
-    *_with(moax.make_mesh, "sizes", ({"fsdp": 0}, {"fsdp": "2"}, {"fsdp": -1}, [8])),
+    *_with(moax.make_mesh, "sizes", ([8], None, 8, (("ep", 8),), "fsdp", {"fsdp": 0}, {"fsdp": "2"}, {"fsdp": -1})),
     *_with(moax.inspect.inspect_block, "config", (None, {}), tokens=8),
     *_with(moax.inspect.inspect_block, "tokens", NOT_COUNTS, config=CONFIG),
     *_with(moax.inspect.inspect_block, "dtype", ("float99", jnp.int32), config=CONFIG, tokens=8),
@@ -144,10 +146,8 @@ WRONG = [
     *_with(moax.estimate.estimate, "remat", (1, "yes"), model=CONFIG, mesh={}, tokens=8),
     *_with(moax.hf.config_to_hf, "config", (None, {}), model_type="mixtral"),
     *_with(moax.hf.params_from_hf, "config", (None, {}), source={}, model_type="mixtral"),
-    *_with(moax.init, "initializers", ({"wi": 3}, [1]), key=jax.random.key(0), config=CONFIG),
-    *_with(_moe, "return_routing", ("no", 1, None)),
-    *_with(moax.ops.activate, "limit", (-1, math.nan, "3"), h=np.ones((2, 2, 4), np.float32), activation="swiglu"),
-    *_with(moax.ops.activate, "limit", (1.0,), h=np.ones((2, 1, 4), np.float32), activation="silu"),
+    *_with(moax.init, "initializers", ({"wi": 3}, [1], "wi", jax.nn.initializers.zeros, 0), key=jax.random.key(0),
+           config=CONFIG),
     *_with(moax.Axes, "dp", ({"a": 1}, 1, [1])),
     *_with(moax.Format, "block", (True, 0, 8.0, "8", [8])),
     *_with(moax.Format, "dtype", ("e3m4", None, ["e4m3"], jnp.float8_e4m3fn)),

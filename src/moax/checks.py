@@ -285,13 +285,13 @@ def _refuse_shapes(arrays: Sequence[RuledArray], sizes: dict[str, Any]) -> NoRet
 
 
 def check_key(name: str, value: Any) -> None:
-    """Raises ValueError unless value is a key of `jax.random`, typed or of unsigned integers."""
+    """Raises ValueError unless value is one key of `jax.random`, typed or of unsigned integers."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise ValueError(f"{name} is {_describe(value)}; it must be a PRNG key, such as jax.random.key(0)")
-    keys = value.shape if jnp.issubdtype(dtype, jax.dtypes.prng_key) else value.shape[:-1]
-    if keys:
-        raise ValueError(f"{name} is an array of keys, of shape {keys}; it must be one key, such as jax.random.key(0)")
+    ndim = int(dtype == jnp.uint32)
+    if value.ndim != ndim:
+        raise ValueError(f"{name} has shape {value.shape}; it must be one PRNG key, such as jax.random.key(0)")
 
 
 def _describe(value: Any) -> str:

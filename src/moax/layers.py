@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.moe import CallKeywords, moe, quantize_params
-from moax.checks import check_value
+from moax.checks import check_arrays, check_value
 from moax.config import MoEConfig, MoEStats, Options
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
@@ -74,6 +74,12 @@ def find_specs(names: Mapping[str, Names], default: dict[str, Any]) -> dict[str,
     names_with_rule = {rule[0] for rule in rules}
     rules = (*rules, *((name, name) for name in mesh if name not in names_with_rule))
     return {array: linen.logical_to_mesh_axes(dims, rules) for array, dims in names.items()}
+
+
+def check_is_array(x: Any) -> None:
+    """Raises ValueError for an x that is no array; the layer casts an array of any dtype."""
+    if not hasattr(x, "astype"):
+        check_arrays("x [*batch, H]", x)
 
 
 class MoELayer:
@@ -171,6 +177,7 @@ class MoELayer:
         self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
     ) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
+        check_is_array(x)
         if self.dtype is not None:
             x = x.astype(self.dtype)
         return moe(x, self.params, self.config, self.options, **keywords)
@@ -214,6 +221,7 @@ class DenseLayer:
         return LaidOutArray(make(key), spec, names)
 
     def _compute(self, x: Array, kernel: Array, bias: Array | None) -> Array:
+        check_is_array(x)
         dtype = self.dtype or jnp.promote_types(x.dtype, kernel.dtype)
         return dense(
             x.astype(dtype),

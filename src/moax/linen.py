@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from moax.block.moe import CallKeywords
 from moax.checks import check_value
 from moax.config import BufferFactor, MoEConfig, MoEStats, Options
-from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, struct
+from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, check_is_array, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
@@ -149,6 +149,7 @@ class Dense(DenseLayer, nn.Module):
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., features] of x [..., K]; see `moax.ops.dense`."""
         check_value("features", self.features, int)
+        check_is_array(x)
         shape = x.shape[-1], self.features
 
         def make(key, initializer: Initializer, name: str) -> Any:

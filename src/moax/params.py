@@ -368,8 +368,6 @@ def param_specs(
     """
     check_value("config", config, MoEConfig)
     check_value("axes", axes, Axes)
-    if mesh is not None and not isinstance(mesh, AnyMesh):
-        raise ValueError(f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh")
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     specs = expert_specs(config, axes, axes.resolve(mesh or mesh_in_force()))
@@ -430,7 +428,7 @@ def init(
     check_value("axes", axes, Axes)
     check_value("dtype", dtype, jnp.floating)
     check_key("key", key)
-    if initializers is not None and not isinstance(initializers, Mapping):
+    if not isinstance(initializers, Mapping | None):
         raise ValueError(f"initializers={initializers!r} must be a mapping from names of parameters to functions")
     initializer_of = dict(initializers or {})
     shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}

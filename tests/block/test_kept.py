@@ -15,6 +15,9 @@ import pytest
 
 import moax
 from moax import Axes, inspect
+from moax.mesh.specs import find_mesh_view
+from moax.ops.weights import WeightSpec, gather_quantized, quantize_weight, quantized_shapes
+from moax.recipe import get_recipe
 from support import TOKENS, make_mesh, make_params, put, random, some, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
@@ -195,36 +198,71 @@ def test_of_another_tp(gather, recipe, works):
             jax.eval_shape(run_block)
 
 
-def _change(quantized, change):
-    """Returns quantized weights whose wi has passed `change`, an array's values and then its scales."""
-    return dataclasses.replace(quantized, wi=tuple(type(v)(*map(change, v, ("data", "scale"))) for v in quantized.wi))
+def change(field, function):
+    """The function that gives quantized weights another data or scale of wi."""
+
+    def broken(quantized):
+        shards = [shard._replace(**{field: function(getattr(shard, field))}) for shard in quantized.wi]
+        return dataclasses.replace(quantized, wi=tuple(shards))
+
+    return broken
 
 
-CHANGED = {
-    "scales of bf16": ("fp8_block", lambda v, part: v.astype(jnp.bfloat16) if part == "scale" else v,
-                       "quantized.wi has scale of dtype bfloat16, which must be float32"),
-    "data in f32": ("mxfp8", lambda v, part: v.astype(jnp.float32) if part == "data" else v,
-                    "quantized.wi has data of dtype float32, which must be uint8"),
-    "scales of one expert": ("fp8_block", lambda v, part: v[:1] if part == "scale" else v,
-                             "quantized.wi has scales of 1 experts and data of 8"),
+BROKEN = {
+    "cast scales": ("fp8_block", change("scale", lambda v: v.astype(jnp.bfloat16)),
+                    r"^quantized.wi: its fprop.scale is bfloat16 \(8, 2, 6\); it must be float32 \(8, 2, 6\)"),
+    "scales of integers": ("fp8_block", change("scale", lambda v: v.astype(jnp.uint8)),
+                           "its fprop.scale is uint8 .*; it must be float32 "),
+    "cast exponents": ("mxfp8", change("scale", lambda v: v.astype(jnp.int32)), "it must be float32 or uint8 "),
+    "cut scales": ("fp8_block", change("scale", lambda v: v[:1]),
+                   r"its fprop.scale is float32 \(1, 2, 6\); it must be float32 \(8, 2, 6\)"),
+    "cast data": ("fp8_block", change("data", lambda v: v.astype(jnp.float32)),
+                  "its fprop.data is float32 .*; it must be uint8 "),
+    "one use": ("fp8_block", lambda q: dataclasses.replace(q, wi=q.wi[:1]),
+                r"^quantized.wi is \(QShard\(array, array\)\); it must be \(QShard\(array, array\), QShard"),
+    "a name": ("fp8_block", lambda q: dataclasses.replace(q, wo="a"), r"^quantized.wo is str; it must be \(QShard"),
+    "no scale": ("fp8_block", change("scale", lambda v: None), r"^quantized.wi is \(QShard\(array, NoneType\), "),
+    "a name of a recipe": ("fp8_block", lambda q: dataclasses.replace(q, recipe="fp8_block"),
+                           "^quantized.recipe is a str; it must be a moax.Recipe"),
+    "integers": (None, lambda q: dataclasses.replace(q, wi=(q.wi[0].astype(jnp.int32),)),
+                 "^quantized.wi has dtype int32, and x has float32"),
+    "no tuple": (None, lambda q: dataclasses.replace(q, wi=q.wi[0]), r"^quantized.wi is array; it must be \(array\)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_changed_arrays(name):
-    """Breaks if a block multiplies by the scales of another expert, or by scales that a cast of all arrays rounded."""
-    recipe, change, message = CHANGED[name]
-    quantized = _change(moax.quantize_params(PARAMS, CONFIG, recipe=recipe, dtype=jnp.float32), change)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_arrays(name):
+    """Breaks if scales of another dtype or shape are broadcast or multiplied in silence, or the message has no name."""
+    recipe, broken, message = BROKEN[name]
+    quantized = broken(moax.quantize_params(PARAMS, CONFIG, recipe=recipe, dtype=jnp.float32))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, quantized=quantized, recipe=recipe))
 
 
-def test_no_quantized_weight():
-    """Breaks if the error of quantized weights that are none does not name them."""
-    quantized = moax.quantize_params(PARAMS, CONFIG, recipe="fp8_block", dtype=jnp.float32)
-    quantized = dataclasses.replace(quantized, wi=())
-    with pytest.raises(ValueError, match="quantized.wi must be a tuple of 2 QShards"):
-        jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, quantized=quantized, recipe="fp8_block"))
+@pytest.mark.parametrize("kernels", ("xla", "hopper"))
+@pytest.mark.parametrize("recipe", ("fp8_block", "mxfp8"))
+@pytest.mark.parametrize("fsdp_dim", ("model", "experts"))
+@pytest.mark.parametrize("width", (100, 256))
+def test_shapes_of_scales(width, fsdp_dim, recipe, kernels):
+    """Breaks if a block expects other scales than are made: where shards cut blocks, tp splits F or kernels turn K."""
+    mesh = make_mesh("tp2x2x2")
+    config = dataclasses.replace(CONFIG, d_model=width, d_ff=80)
+    with jax.set_mesh(mesh):
+        axes = Axes(fsdp_dim=fsdp_dim)
+        specs = moax.param_specs(config, axes)
+        view = find_mesh_view(axes, "auto")
+        ep, tp = view.axes.ep, view.axes.tp
+        for name, split in (("wi", (ep, (), (), tp)), ("wo", (ep, tp, ()))):
+            w = getattr(make_params(config), name)
+            declared = getattr(specs, name)
+            dtype = np.dtype(np.float32)
+            weight = WeightSpec(name, declared, view.axes, get_recipe(recipe), kernels, dtype, split)
+            quantized = jax.eval_shape(functools.partial(quantize_weight, view, weight), w)
+            gathered = jax.eval_shape(functools.partial(gather_quantized, view, weight), quantized)
+            whole = dataclasses.replace(weight, gathered=True)
+            for arrays, spec_of in ((quantized, weight), (gathered, whole)):
+                want = jax.tree.map(lambda v: v.shape, arrays)
+                assert quantized_shapes(spec_of, w.shape, local=False) == want
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -386,6 +386,21 @@ def test_missing_variables():
             block.module.apply({collection: block.variables[collection]}, jnp.asarray(X))
 
 
+@pytest.mark.parametrize("dtype", (None, jnp.bfloat16))
+@pytest.mark.parametrize("name", ("nnx.MoE", "nnx.Dense", "linen.MoEBlock", "linen.Dense"))
+def test_lists_are_no_arrays(name, dtype):
+    """Breaks if a layer that casts x reads the dtype of a list."""
+    library, layer = name.split(".")
+    arguments = (BARE,) if layer.startswith("MoE") else (32, 4)[library == "linen" :]
+    x = [[1.0] * 32]
+    if library == "nnx":
+        call = getattr(moax.nnx, layer)(*arguments, dtype=dtype, rngs=nnx.Rngs(0))
+    else:
+        call = functools.partial(getattr(moax.linen, layer)(*arguments, dtype=dtype).init_with_output, KEY)
+    with pytest.raises(ValueError, match="x is a list; it must be an array"):
+        call(x)
+
+
 @BOTH
 def test_names_and_stats_of_another_kind(library):
     """Breaks if the names of a dense kernel, or counts alone, are an AttributeError about a part of moax."""

@@ -257,6 +257,23 @@ def test_layers_have_quantized_weights_for_a_step(framework, monkeypatch, kept, 
         framework.train.loss_fn(model, config(scan_layers=True))
 
 
+def test_no_layer_is_left_quantized(framework, monkeypatch):
+    """Breaks if layers keep the tracers of a step that fails at a later layer."""
+    nnx = pytest.importorskip("flax.nnx")
+    monkeypatch.setattr(nnx, "iter_graph", lambda model: ((None, node) for node in model))
+    model = [framework.layer() for _ in range(3)]
+
+    def quantize(layer, options, kept):
+        if layer is model[1]:
+            raise ValueError("params.wi has shape ()")
+
+    monkeypatch.setattr(maxtext, "quantize_layer", quantize)
+    maxtext.install(kept="kept")
+    with pytest.raises(ValueError, match="params.wi"):
+        framework.train.loss_fn(model, config(gradient_accumulation_steps=1))
+    assert not any(has_quantized(layer) for layer in model)
+
+
 @pytest.mark.parametrize("kept", ["kept", "gathered"])
 def test_kept_says_whether_weights_are_gathered(kept):
     """Breaks if `+gathered` leaves the gather to each microbatch, or `+kept` takes it away."""

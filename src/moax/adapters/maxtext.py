@@ -422,13 +422,14 @@ def quantize_layers(model: Any, config: Any, options: Options, kept: Kept) -> It
     if config.scan_layers:
         raise ValueError(f"+{kept} needs scan_layers=False: the weights of a scan over layers are one stack")
     layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, RoutedMoE)]
-    for layer in layers:
-        layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
     try:
+        for layer in layers:
+            layer.quantized_weights = nnx.Cache(quantize_layer(layer, options, kept))
         yield
     finally:
         for layer in layers:
-            del layer.quantized_weights  # The state of a step has no quantized weights.
+            if hasattr(layer, "quantized_weights"):  # A layer behind one that failed has none.
+                del layer.quantized_weights  # The state of a step has no quantized weights.
 
 
 def quantize_layer(layer: Any, options: Options, kept: Kept) -> QuantizedParams:

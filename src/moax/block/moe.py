@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import apply_experts
-from moax.block.plan import BlockPlan, check_layouts, check_quantized, make_plan
+from moax.block.plan import BlockPlan, check_layouts, check_quantized, check_quantized_arrays, make_plan
 from moax.block.rounds import Inputs, Quantized
 from moax.block.routing import RoutingInput, RoutingOverride, Tokens, read_override, route_tokens
 from moax.block.small_terms import Weights
@@ -126,7 +126,6 @@ def moe(
       TypeError: `Options` has no field of a keyword's name.
     """
     check_value("config", config, MoEConfig)
-    check_value("return_routing", return_routing, bool)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
     local = _takes_shards(options.axes)
@@ -134,7 +133,8 @@ def moe(
     if adapters is not None:
         check_adapters(adapters, config, local=local)
     if quantized is not None:
-        check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
+        check_quantized_arrays(quantized)
+    check_value("return_routing", return_routing, bool)
     override = read_override(routing)
     arrays = CallArrays(quantized, adapters, router_input, override, mask, segment_ids)
     _check_arrays(x, config, arrays)
@@ -379,14 +379,12 @@ class SharedMatmuls(NamedTuple):
     def run_expert(self, tokens: Tokens, wi: Array, wo: Array) -> Float[Array, "T H"]:
         """Returns the output of the shared expert, a partial sum where tp splits its width."""
         h = self.multiply(tokens.rows, wi, "shared_wi")
-        real = tokens.real
-        if isinstance(self.config.activation, str):
-            real = None
-        # An activation of the user's may have an infinite slope at 0, and h of padding is 0.
+        # A user's activation may have an infinite slope at 0, which h of padding is. The named activations have none.
+        real = None if isinstance(self.config.activation, str) else tokens.real
         if real is not None:
             h = jnp.where(real[..., None], h, 1)
         a = activate(h, self.config.activation, self.config.activation_limit)
-        if real is not None:
+        if real is not None:  # act(1) would enter the blocks of wgrad, whose scales real rows share
             a = jnp.where(real, a, 0)
         return self.multiply(a, wo, "shared_wo")
 

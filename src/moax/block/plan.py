@@ -14,11 +14,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from moax.checks import check_value
 from moax.config import LIMITED_FACTOR, BufferFactor, MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS, find_transport
 from moax.exchange.transport import ExchangeSpec, allot_slots
@@ -28,7 +28,7 @@ from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import MeshView, Spec, entries_of_type
 from moax.ops.permutation import PermuteSpec, sorted_rows
-from moax.ops.weights import USES, WeightSpec, find_layout, values_of
+from moax.ops.weights import USES, WeightSpec, find_layout, quantized_shapes, values_of
 from moax.params import DIMS, LARGE, MoEParams
 from moax.recipe import Format, Recipe, describe_recipe, get_recipe
 from moax.text import plural
@@ -276,8 +276,29 @@ def _explain(allowed: Names) -> str:
     return f"the mesh axes {allowed} alone may split the dim"
 
 
+def check_quantized_arrays(quantized: Any) -> None:
+    """Raises ValueError unless quantized is a QuantizedParams, with the arrays that its recipe says for each weight."""
+    check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
+    check_value("quantized.recipe", quantized.recipe, Recipe)
+    expected = "(array)" if quantized.recipe.w is None else "(QShard(array, array), QShard(array, array))"
+    for name in ("wi", "wo"):
+        value = _describe_tree(getattr(quantized, name))
+        if value != expected:
+            raise ValueError(f"quantized.{name} is {value}; it must be {expected}, as moax.quantize_params returns it")
+
+
+def _describe_tree(value: Any) -> str:
+    """Returns the text of a tuple, a QShard or an array of a quantized weight, or the name of another class."""
+    if hasattr(value, "dtype"):
+        return "array"
+    name = type(value).__name__
+    if not isinstance(value, tuple):
+        return name
+    return f"{name.removeprefix('tuple')}({', '.join(map(_describe_tree, value))})"
+
+
 def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
-    """Raises ValueError where quantized weights are of another recipe, implementation, tp, size or form."""
+    """Raises ValueError where quantized weights are of another recipe, implementation, tp or size than the block's."""
     same = "pass the same options and the dtype of x to moax.quantize_params"
     if quantized.recipe != plan.recipe:
         have = describe_recipe(quantized.recipe)
@@ -295,46 +316,37 @@ def check_quantized(view: MeshView, quantized: QuantizedParams, plan: BlockPlan,
             "axes="
         )
     for name in ("wi", "wo"):
-        _check_operands(name, getattr(quantized, name), plan.recipe.w)
-        values = values_of(getattr(quantized, name))
+        weight = getattr(plan, name)
+        arrays = getattr(quantized, name)
+        values = values_of(arrays)
         shape = getattr(params, name).shape
         owner = f"params.{name}"
         if quantized.gathered and view.manual:  # the parameter is a shard of what the quantized weight is
-            shape = find_layout(getattr(plan, name)).whole_shape(shape, view.axes)
+            shape = find_layout(weight).whole_shape(shape, view.axes)
             owner = f"params.{name}, gathered over {view.axes.fsdp},"
         if values.shape != shape:
             raise ValueError(f"quantized.{name} is of a weight {values.shape}, and {owner} has shape {shape}")
-        if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype != plan.dtype:
+        if plan.recipe.w is not None:
+            shapes = quantized_shapes(weight, shape, local=view.manual)
+            for use, shard, expected in zip(USES, arrays, shapes, strict=True):
+                _check_shard(f"quantized.{name}: its {use}", shard, expected, plan.recipe.w)
+        elif values.dtype != plan.dtype:
             raise ValueError(
                 f"quantized.{name} has dtype {values.dtype}, and x has {plan.dtype}; pass the dtype of x to "
                 "moax.quantize_params"
             )
 
 
-def _check_operands(name: str, operands: Any, format: Format | None) -> None:
-    """Raises ValueError unless a quantized weight has the arrays that `moax.quantize_params` returns."""
-    advice = "pass what moax.quantize_params returns, without a cast of its arrays"
-    kind: Any = jax.Array | np.ndarray
-    count = 1
-    if format is not None:
-        kind = QShard
-        count = len(USES)
-    is_tuple = isinstance(operands, tuple) and len(operands) == count
-    if not is_tuple or not all(isinstance(operand, kind) for operand in operands):
-        expected = "one array" if format is None else f"{count} QShards"
-        raise ValueError(f"quantized.{name} must be a tuple of {expected}; {advice}")
-    if format is None:
-        return
+def _check_shard(name: str, shard: QShard[Array], shapes: QShard[tuple[int, ...]], format: Format) -> None:
+    """Raises ValueError unless the arrays of a quantized weight have the dtypes and shapes of its format."""
     scale_dtypes = ["float32"]
-    if format.scale == "e8m0":  # an implementation may keep the exponents as float32
-        scale_dtypes = ["float32", "uint8"]
-    for operand in operands:
-        for part, array, dtypes in (("data", operand.data, ["uint8"]), ("scale", operand.scale, scale_dtypes)):
-            if array.dtype not in dtypes:
-                expected = " or ".join(dtypes)
-                raise ValueError(
-                    f"quantized.{name} has {part} of dtype {array.dtype}, which must be {expected}; {advice}"
-                )
-        experts, scales = operand.data.shape[0], operand.scale.shape[0]
-        if experts != scales:
-            raise ValueError(f"quantized.{name} has scales of {scales} experts and data of {experts}; {advice}")
+    if format.scale == "e8m0":  # FP8 matmuls take the exponents in float32
+        scale_dtypes.append("uint8")
+    for field, dtypes in (("data", ["uint8"]), ("scale", scale_dtypes)):
+        array = getattr(shard, field)
+        shape = getattr(shapes, field)
+        if array.shape != shape or array.dtype.name not in dtypes:
+            raise ValueError(
+                f"{name}.{field} is {array.dtype.name} {array.shape}; it must be {' or '.join(dtypes)} {shape}, as "
+                "moax.quantize_params returns it"
+            )

@@ -12,6 +12,7 @@ whatever shard of it a device holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moax.mesh.axes import Names
+from moax.mesh.axes import Names, ResolvedAxes
 from moax.recipe import Format, Use
 from moax.types import QArray
 
@@ -112,6 +113,19 @@ def find_scale_axes(shape: Sequence[int], format: Format, use: Use, gather: Sequ
     if any(gather[2:]):
         return tuple(gather)
     return (gather[0], gather[1], ())
+
+
+def scale_shape(
+    shape: Sequence[int], format: Format, use: Use, gather: Sequence[Names], axes: ResolvedAxes
+) -> tuple[int, ...]:
+    """Returns the shape of the scales of a weight's shard [E, K, *C]; see `find_scale_axes`."""
+    _, row_block, column_block = format.weight_block(3, use)
+    experts, rows, *columns = shape
+    if shards_cut_blocks(shape, format, use, gather):
+        rows, *columns = (n * axes.size(names) for n, names in zip(shape[1:], gather[1:], strict=True))
+    elif any(gather[2:]):
+        return (experts, -(-rows // row_block), *columns[:-1], -(-columns[-1] // column_block))
+    return (experts, -(-rows // row_block), -(-math.prod(columns) // column_block))
 
 
 def turn_dims[Dim](dims: Sequence[Dim], transposed: bool) -> tuple[Dim, ...]:

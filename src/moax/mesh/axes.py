@@ -46,12 +46,11 @@ def make_mesh(
       devices: the devices of the mesh; None takes all devices of all processes.
 
     Raises:
-      ValueError: a size is no int of at least 1, or the product of the sizes is not the number of devices.
+      ValueError: sizes is no mapping, or a size is no int of at least 1, or the product of the sizes is not the number
+        of devices.
     """
     if not isinstance(sizes, Mapping):
-        raise ValueError(
-            f"sizes={sizes!r} must be a mapping from names of axes to sizes, such as {{'fsdp': 4, 'ep': 2}}"
-        )
+        raise ValueError(f"sizes={sizes!r} must be a mapping from names of axes to sizes, such as {{'fsdp': 8}}")
     for name, size in sizes.items():
         check_value(f"sizes[{name!r}]", size, int)
     if devices is None:
@@ -148,11 +147,15 @@ class Axes:
         On a mesh of {"fsdp": 4, "ep": 2, "tp": 1} the result has fsdp ("fsdp",), ep ("ep",), and no dp and no tp.
 
         Raises:
-          ValueError: an axis of more than one device has no role and is not in `other`, or some axes are Auto and
-            others Explicit.
+          ValueError: mesh is no mesh, or an axis of more than one device has no role and is not in `other`, or some
+            axes are Auto and others Explicit.
         """
         if mesh is None:
             return ResolvedAxes()
+        if not isinstance(mesh, AnyMesh):
+            raise ValueError(
+                f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh, or None for the mesh in force"
+            )
         if mesh.auto_axes and mesh.explicit_axes:
             raise ValueError(
                 f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are "

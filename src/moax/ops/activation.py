@@ -61,15 +61,16 @@ def activate(
       a: [..., F] in h.dtype, with the leading dims and the sharding of h. It is differentiable in h.
 
     Raises:
-      ValueError: the activation is unknown, not elementwise or not 0 at 0, or h has fewer than two dims or another G
-        than the activation takes, or axes split its dim G.
+      ValueError: the activation is unknown, not elementwise or not 0 at 0, or reads a traced value, or h has fewer than
+        two dims or another G than the activation takes, or axes split its dim G, or the limit is no finite number above
+        0, or the activation has no gate for it.
     """
     check_activation("activation", activation)
     gates = gates_of(activation)
     if limit is not None:
         check_value("limit", limit, float, above=0)
         if gates != 2:
-            raise ValueError(f"limit={limit!r} must be None for activation={activation!r}, which has no gate")
+            raise ValueError(f"limit={limit!r} needs an activation with a gate; activation={activation!r} has none")
     act = activation_of(activation, limit)
     check_arrays("h [..., G, F]", h, G=gates)
     check_whole("h", h, h.ndim - 2)
@@ -102,13 +103,7 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
         # Without the mesh, the value is known inside a `shard_map` too.
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
             zeros = [jnp.zeros((1, 1), jnp.float32)] * gates_of(activation)
-            at_zero = act(*zeros)[0, 0]
-        if isinstance(at_zero, jax.core.Tracer):
-            raise ValueError(
-                f"activation={activation!r} reads a traced value of the program around the call; it may read its "
-                "operands and constants alone"
-            )
-        at_zero = float(at_zero)
+            at_zero = float(act(*zeros)[0, 0])
         if at_zero != 0.0:
             raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
     if limit is None and activation == "swiglu_oai":
@@ -136,6 +131,12 @@ def _check_elementwise(activation: Activation, act: Callable) -> None:
         closed = jax.make_jaxpr(act)(*[value] * gates_of(activation))
     except Exception as error:
         raise ValueError(f"activation={activation!r} fails on float32 arrays ({error}); {rule}") from error
+    for const in closed.consts:
+        if isinstance(const, jax.core.Tracer):
+            raise ValueError(
+                f"activation={activation!r} reads a traced value {const.aval.str_short()}, such as a parameter; "
+                "it must read only its operands and constants"
+            )
     results = jax.tree.leaves(jax.eval_shape(act, *[value] * gates_of(activation)))
     types = [(result.shape, result.dtype) for result in results]
     if types != [(SHAPE, jnp.float32)]:

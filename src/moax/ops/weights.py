@@ -26,13 +26,13 @@ from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
 from moax.kernels.device import sums_in_pieces
-from moax.kernels.scales import find_scale_axes, flatten_columns, turn_dims
+from moax.kernels.scales import find_scale_axes, flatten_columns, scale_shape, turn_dims
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
-from moax.recipe import Recipe, Use
+from moax.recipe import Format, Recipe, Use
 from moax.types import QShard
 
 # A QShard for each of `USES`, or one array in the dtype of matmuls where the recipe has no format of weights.
@@ -296,6 +296,22 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
             scale = turn_dims(scale, True)
         specs.append(QShard(Spec(*data), Spec(*scale)))
     return tuple(specs)
+
+
+def quantized_shapes(weight: WeightSpec, shape: Sequence[int], *, local: bool) -> tuple[QShard[tuple[int, ...]], ...]:
+    """Returns the shapes of the arrays that `quantize_weight` makes; with `local`, of a weight that is a shard."""
+    layout = find_quantized_layout(weight)
+    format = cast(Format, weight.recipe.w)
+    shard_shape = shape if local else local_shape(shape, layout.spec, weight.axes)
+    shapes = []
+    for use, specs in zip(USES, quantized_specs(weight, shape), strict=True):
+        transposed = implementation(weight.kernels).stores_weight_transposed(weight.recipe, use)
+        scale = turn_dims(scale_shape(shard_shape, format, use, layout.gather, weight.axes), transposed)
+        if not local:
+            entries = pad(specs.scale, len(scale))
+            scale = tuple(n * weight.axes.size(names) for n, names in zip(scale, entries, strict=True))
+        shapes.append(QShard(turn_dims(shape, transposed), scale))
+    return tuple(shapes)
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
