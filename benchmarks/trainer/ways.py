@@ -184,7 +184,7 @@ def _on_mesh(mesh: Mesh) -> Iterator[Way]:
         layout = LAYOUTS["-experts"].strip()
     else:
         choices = {"": ""}
-    overlap = mesh.size > 1
+    overlap = mesh.fsdp > 1
     for name, settings in choices.items():
         yield Way("maxtext-tokamax" + name, TOKAMAX + settings, note=NOTES.get(name, ""))
     yield Way(OURS, layout, kept="kept", note=CAST, overlap=overlap)

@@ -87,12 +87,12 @@ def test_whole_experts_are_split_where_maxtext_can():
             assert not by_experts
 
 
-def test_moax_overlaps_where_anything_crosses():
-    """Breaks if moax's rows of a mesh lack the options, or MaxText's have them without a word."""
+def test_moax_overlaps_where_weights_cross():
+    """Breaks if moax's rows of fsdp lack the options, or MaxText's have them without a word."""
     for mesh in (Mesh(4, 1), Mesh(2, 2), Mesh(1, 4)):
         for way in ways.list_ways(mesh, 4):
             if way.name == OURS:
-                assert way.overlap
+                assert way.overlap == (mesh.fsdp > 1)
             else:
                 assert way.overlap == way.name.endswith("-overlap")
 
