@@ -256,9 +256,9 @@ def draw_exchanges(results: Path) -> str:
             picture.draw_cell(bars, x, y, scale)
         x += COLUMN
     origins = []
-    for ranks, files in ((2, two), (4, four)):
+    for where, files in (("ep 2", two), ("ep 4", four), ("one GPU", [alone])):
         commits = " and ".join(dict.fromkeys(file.origin for file in files))
-        origins.append(f"ep {ranks}: {commits}")
+        origins.append(f"{where}: {commits}")
     picture.write(MARGIN, 288, "8192 tokens a GPU; each model has a scale of its own", color=SOFT, size=12)
     picture.write_origins("; ".join(origins))
     return picture.render()

@@ -203,9 +203,9 @@ class Options:
         the balanced load, and 1.25 where it has more. `capacity_factor` bounds the rows that the exchange moves
         already, in one round.
       save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
-        them again, which takes less memory. None keeps them but where ep has size 1 and one kernel gathers and
-        quantizes them: there backward needs little time for them. Where matmuls gather rows of x themselves, and no
-        rows travel, forward keeps none in any case.
+        the rows again, which takes less memory. None keeps the rows but where ep has size 1 and one kernel gathers and
+        quantizes them: there backward needs little time for the rows. Where matmuls gather rows of x themselves, and
+        no rows travel, forward keeps none. With adapters forward keeps the rows in each of these cases.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
         dtype. Where the caller's own `shard_map` sums over dp, that sum has the dtype of the parameter.

@@ -371,12 +371,12 @@ EXCHANGES = ("all_gather", "all_to_all")
 LABELS = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, pre-quantized weights"}
 
 
-def read_exchanges(name: str) -> dict[tuple[str, str, str], dict]:
-    """Rows of forward and backward of one chunk, by model, recipe and exchange, or implementation of a peer."""
+def read_exchanges(name: str, direction: str = "fwd+bwd") -> dict[tuple[str, str, str], dict]:
+    """Rows of one chunk, by model, recipe and exchange, or implementation of a peer."""
     return {
         (row["case"].split()[0], row["recipe"], row["extra"].get("exchange") or row["impl"]): row
         for row in read_rows(name)
-        if row["direction"] == "fwd+bwd" and row["extra"].get("chunks", 1) == 1
+        if row["direction"] == direction and row["extra"].get("chunks", 1) == 1
     }
 
 
@@ -403,6 +403,11 @@ def test_times_of_exchanges_on_four_gpus_are_committed():
     alone = read_exchanges("x4_block_one_gpu.json")
     options = read_exchanges("x4_block_overlap.json")
     chosen = []  # how much longer the exchange of auto takes than the fastest one
+    for name in ("qwen3", "mixtral", "dsv3"):
+        rows = read_exchanges(f"h200x2_exchanges_{name}.json")
+        for model, recipe in {key[:2]: None for key in rows}:
+            times = {exchange: rows[model, recipe, exchange]["us"] for exchange in EXCHANGES}
+            chosen.append(times["all_gather"] / min(times.values()) - 1)  # which auto takes at ep 2
     waits = []  # ms that nothing hides, in bf16
     for model, name in BLOCKS.items():
         installed = read_exchanges(name)
@@ -417,7 +422,13 @@ def test_times_of_exchanges_on_four_gpus_are_committed():
             assert f"| {model}, {label} | {' | '.join(cells)} |" in page
         ours = model, "none", AUTO_AT_EP_4[model]
         waits += [f"{rows[ours]['extra']['exposed_us'] / 1e3:.1f}" for rows in (installed, options)]
+    forward = read_exchanges(BLOCKS["qwen3-30b"], "fwd")["qwen3-30b", "none", "all_gather"]
+    both = read_exchanges(BLOCKS["qwen3-30b"])
+    gather, slots = (both["qwen3-30b", "none", exchange]["extra"]["stages_us"] for exchange in EXCHANGES)
+    plan = sum(slots[stage] - gather.get(stage, 0) for stage in ("plan", "permute")) / 1e3
     for sentence in (
+        f"at ep 2, and {plan:.1f} at ep 4.",
+        f"In {forward['extra']['exposed_us'] / 1e3:.1f} ms of its forward, and "
         f"in {waits[0]} of its forward and backward in bf16, the GPU communicates or waits, and no work hides it. "
         f"With the options {waits[1]} of the latter are left.",
         f"waits for {waits[2]} ms of its 30 by `all_to_all` in bf16, and for {waits[3]} with them.",

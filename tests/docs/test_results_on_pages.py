@@ -350,3 +350,12 @@ def test_three_seeds_are_committed():
     page = " ".join((ROOT / "docs" / "tutorial" / "steps.md").read_text().split())
     assert f"FP8 is {last['mean']:.4f} nats a byte above bf16 in the mean of the seeds" in page
     assert f"the seeds of bf16 differ by {last['between_seeds']:.3f}" in page
+
+
+def test_kernels_with_prequantized_weights_are_committed():
+    """Breaks if the page on microbatches shows another time of the kernels of a block than was measured."""
+    rows = {row["recipe"]: row["extra"]["kernel_us"] / 1e3 for row in read_rows("h200_block_qwen3.json")
+            if (row["case"], row["direction"]) == ("qwen3-30b T8192", "fwd+bwd")}  # fmt: skip
+    page = " ".join((ROOT / "docs/how-to/microbatches.md").read_text().split())
+    sentence = f"take {rows['fp8_block']:.2f} ms in `fp8_block`, and {rows['fp8_block+kept']:.2f} ms with pre-quantized"
+    assert sentence in page

@@ -59,8 +59,11 @@ def test_captured_output():
     for way in ("moax ", "moax, fp8_block"):
         ratios = [native / ours for native, ours in zip(times["native"], times[way], strict=True)]
         factors.append(f"{min(ratios):.1f} to {max(ratios):.1f} times as long as moax")
-    sentence = f"the layer of JAX alone takes {factors[0]} in bf16, and {factors[1]} in FP8."
-    assert sentence in " ".join(PAGE.read_text().split())
+    prose = " ".join(PAGE.read_text().split())
+    assert f"the layer of JAX alone takes {factors[0]} in bf16, and {factors[1]} in FP8." in prose
+    forward = re.findall(r"  moax.* forward +(\S+)  ", printed)
+    slower = [float(fp8) > float(bf16) for bf16, fp8 in zip(forward[::2], forward[1::2], strict=True)]
+    assert sum(slower) == 2 and "two rows of forward alone are slower in FP8" in prose
 
 
 def make_mesh(fsdp: int, ep: int) -> jax.sharding.Mesh:

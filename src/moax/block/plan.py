@@ -74,8 +74,8 @@ class BlockPlan:
       first, later: the buffers of the first round, and of each overflow round.
       overflows: whether a routing may need overflow rounds.
       expected: the sorted rows of a device at a balanced load, without padding.
-      save_rows: whether forward leaves rows to backward: the received rows where matmuls gather them, else the sorted
-        ones. If the matmuls gather them and ep is 1, the received rows are x, so nothing is saved.
+      save_rows: whether forward leaves rows to backward: the received rows where matmuls gather, else the sorted rows.
+        Without ep, matmuls that gather read x, so that forward leaves no rows. Frozen experts leave sorted rows.
       frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
       gathers_x, gathers_dy: whether matmuls gather received rows, and gradients of partial sums, by themselves.
     """

@@ -18,10 +18,11 @@ expert 1 of tokens 0 and 1. Round (0, 0) has expert 1 of tokens 2 and 3, and rou
 The first round is outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. Later
 rounds exchange and compute again in backward, and only sums last from one round to the next. The loop is in the middle
 of the first round, between its two matmuls: a GPU waits for its host where a loop may begin, and the host then launches
-the rest of the step while the second matmul runs. Each round holds collectives: the ranks of ep make equally many
-rounds, as many as the busiest of them needs.
+the rest of the step while the second matmul runs. Each round holds collectives over ep, and in backward over the axes
+that gather a quantized wi. The devices along these axes make equally many rounds, as many as the busiest of them needs.
 
-Barriers hold this order: `finish` keeps the steps on both sides of the loop apart, and bounds what is in memory.
+`finish` is a barrier that keeps the steps on both sides of the loop apart, and bounds what is in memory. `keep_in_loop`
+keeps loop invariants in the loop, and `after` orders collectives that may race.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def run_forward(
         return y_sum + y, num_rounds + 1
 
     no_rounds = (jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32))
-    # A scan stores h in place where forward does not read it, and no barrier is behind it.
+    # The second half reads a, or else h. An h that it does not read has no barrier, so that a scan stores h in place.
     read_later = saved.h if halfway.a is None else halfway.a
     begin = after((read_later, received), cursor)
     read_later, no_rounds, begin = finish((read_later, no_rounds, begin))
@@ -216,7 +217,7 @@ def run_backward(
         if wi_source is not None:
             w_fprop = w._replace(wi=gather_shard(GatherSpec(p.wi, "fprop"), layouts[0], *wi_source).operand)
         halfway = forward_up(p, p.later, received, w_fprop, keep=True, start=start)
-        h, dy = finish((halfway.saved.h, dy))  # one exchange's buffers are in memory at a time
+        h, dy = finish((halfway.saved.h, dy))  # the buffers of two exchanges are never in memory together
         halfway = Halfway(halfway.saved._replace(h=h), halfway.groups)
         grads, dw = backward_down(p, p.later, halfway, w, dy, dw)
         grads, dw = finish((grads, dw))  # the operands of wgrad leave the memory before dx comes
@@ -251,7 +252,7 @@ def find_overflow(p: BlockPlan, received: Received, exchange_rounds: Int[Array, 
     if max_rows is not None:
         needs_rounds |= count_rows(p.first.permute, received.experts) > max_rows
     start = 0
-    # With a capacity all rounds have the slots of the first one, whose rows come first.
+    # With a capacity every round dispatches the same rows, and the first round has computed `max_rows` of them.
     if p.first.permute.capacity is not None:
         start = max_rows or 0
     return jnp.stack(Cursor(jnp.int32(0), jnp.int32(start), needs_rounds.astype(jnp.int32)))

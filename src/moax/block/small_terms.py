@@ -2,7 +2,7 @@
 
     h = rows wi + bi + (rows wi_a) wi_b        o = a wo + bo + (a wo_a) wo_b
 
-A usual block has neither biases nor adapters, and runs no function of this file.
+A usual block has neither biases nor adapters: each function of this file that it calls returns None to it.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     if static.apart:
         gathered = weights.gather_weight(view, GatherSpec(static.weight, "fprop"), w, None).operand
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
-    # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
+    # tp splits the columns of y as it splits those of w. fsdp may split the columns of w too, and must split the rows
+    # of y alone.
     if view.engine == "custom_partitioning":
         y = constrain(y, Spec(view.axes.tokens, *[FREE] * (y.ndim - 1)))
     return y, (x, w, group_sizes, bias)

@@ -281,7 +281,7 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
 
 
 def _dot(a, b, contract, *, parts: int = 1, precision=None):
-    """Returns a product in float32: the sum of the products with `parts` that are side by side in b."""
+    """Returns the float32 product of a and b, which holds `parts` matrices side by side: the sum of their products."""
     dims = (contract, ((), ()))
     product = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
     smallest_part_first = jnp.split(product, parts, axis=1)[::-1]

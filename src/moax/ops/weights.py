@@ -146,7 +146,7 @@ def lay_out_weight(
 
 
 def find_quantized_layout(weight: WeightSpec) -> WeightLayout:
-    """Returns the layout of the weight as it comes quantized, which does not depend on that of w.
+    """Returns the layout of the weight as it comes quantized, which does not depend on the layout of the parameter.
 
     It is the declared layout; a gathered weight is split as in a matmul, by ep and tp alone.
     """
@@ -222,7 +222,7 @@ def gather_shard(
         shard, sign, _ = lax.optimization_barrier((shard, sign, after))
     whole = _make_whole(weight, static.use, shard, gather, scales_first=static.scales_first)
     operand = _make_operand(weight, static.use, whole)
-    if is_gathered:  # every schedule of gathers that was measured has this barrier
+    if is_gathered:  # the order of gathers without this barrier is not measured
         operand = lax.optimization_barrier(operand)
     return GatheredWeight(operand, sign)
 
