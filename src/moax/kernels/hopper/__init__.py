@@ -56,10 +56,7 @@ from moax.recipe import FULL, Format, Recipe, Use
 from moax.types import QShard
 
 __all__ = xla.__all__
-# With one wave, blocks of threads drift apart, and weights leave L2 before every block has read them.
-# A matmul whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
-WAVES = 4
-HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
+WAVES = 4  # beside a collective; a matmul alone would take 1 to 3 % longer by them
 # For wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24).
 GATHER_HIDDEN = 1536
 
@@ -308,7 +305,7 @@ def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
     """Returns the TileConfig of a matmul with these blocks on this device."""
     rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
     tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
-    if not is_alone() or op in HALVES:
+    if not is_alone():
         tile = dataclasses.replace(tile, waves=WAVES)
     return tile
 

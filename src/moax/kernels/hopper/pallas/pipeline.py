@@ -77,8 +77,8 @@ class Work(NamedTuple):
         earlier tiles.
       target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
         the pieces from `column` on.
-      has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
-        the stages, and neither multiplies nor stores.
+      has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. A consumer without rows
+        multiplies and does not store.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
         after the last step of a tile. `load` then takes them as its keyword `sources`.
     """
@@ -272,39 +272,20 @@ def _produce(work: Work, inputs: tuple, turn: Turn, ring: Ring) -> None:
 def _consume(work: Work, inputs: tuple, turn: Turn, ring: Ring, warpgroup, output: Output) -> None:
     """Multiplies and stores a consumer's part of all tiles of a turn."""
 
-    def compute(place, steps, number):
+    def per_tile(i, number):
+        place = turn.place_of(i)
+        steps = work.steps(place, *inputs)
         if output.before is not None:
             _load_total(output, place, warpgroup)
         pieces = work.multiply(place, steps, number, warpgroup, ring, *inputs)
         if output.before is not None:
             plgpu.barrier_wait(output.before.at[warpgroup])
-        _store(output, pieces, place, warpgroup)
-
-    def per_tile(i, number):
-        place = turn.place_of(i)
-        steps = work.steps(place, *inputs)
-        if work.has_rows is None:
-            compute(place, steps, number)
-        else:
-            computes = work.has_rows(place, warpgroup)
-            pl.when(computes)(lambda: compute(place, steps, number))
-            pl.when(jnp.logical_not(computes))(lambda: _free(ring, steps, number))
+        has_rows = work.has_rows is None or work.has_rows(place, warpgroup)
+        _store(output, pieces, place, warpgroup, has_rows)
         return number + steps
 
     lax.fori_loop(0, turn.tiles, per_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _free(ring: Ring, steps, number) -> None:
-    """Frees the stages of a tile that a consumer does not read."""
-
-    def step(k, _):
-        slot = lax.rem(number + k, ring.full.shape[0])
-        # Without this wait the barrier could count two arrivals of one step.
-        plgpu.barrier_wait(ring.full.at[slot])
-        plgpu.barrier_arrive(ring.empty.at[slot])
-
-    lax.fori_loop(0, steps, step, None)
 
 
 def _load_total(output: Output, place, warpgroup) -> None:
@@ -316,8 +297,8 @@ def _load_total(output: Output, place, warpgroup) -> None:
         plgpu.copy_gmem_to_smem(part, output.memory.at[warpgroup, slot], output.before.at[warpgroup])
 
 
-def _store(output: Output, pieces, place, warpgroup) -> None:
-    """Stores the pieces of a tile, each added to its part of `total` if there is one."""
+def _store(output: Output, pieces, place, warpgroup, has_rows) -> None:
+    """Stores the pieces of a tile that has rows, each added to its part of `total` if there is one."""
     _, slots, _, chunk = output.memory.shape
     column = 0
     for piece in pieces:
@@ -334,7 +315,8 @@ def _store(output: Output, pieces, place, warpgroup) -> None:
             output.memory[warpgroup, slot] = part.astype(output.memory.dtype)
             plgpu.commit_smem()
             result = output.target(place, warpgroup, column, chunk, *output.results)
-            plgpu.copy_smem_to_gmem(output.memory.at[warpgroup, slot], result)
+            copy = functools.partial(plgpu.copy_smem_to_gmem, output.memory.at[warpgroup, slot], result)
+            pl.when(has_rows)(copy)
             column += chunk
 
 
