@@ -12,6 +12,7 @@ import logging
 import math
 import numbers
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -94,7 +95,7 @@ def _check_number(name: str, value: Any, kind: type, least: float | None, above:
         elif math.isfinite(least):
             expected += f" >= {least}"
     is_number = issubclass(type(value), number) and not isinstance(value, bool)
-    _require(is_number and math.isfinite(value), name, value, expected)
+    _require(is_number and abs(value) <= sys.float_info.max, name, value, expected)
     if above is None:
         _require(value >= least, name, value, expected)
     else:
