@@ -173,7 +173,8 @@ def test_report(whole, tmp_path):
     again = runs.Run(tmp_path)
     for row in whole.run.rows():
         again.log(**row | {"rounds": 4})
-    said = report.finish(dataclasses.replace(whole, run=again))
+    # An interrupted run compiles no program again.
+    said = report.finish(dataclasses.replace(whole, run=again, interrupted=True))
     assert "--buffer-factor 5 (now 1.25) makes one" in "\n".join(said)
     assert lm_config.LIMITED_FACTOR == moax.config.LIMITED_FACTOR
 
