@@ -310,7 +310,9 @@ def benchmark_table() -> list[str]:
     add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], kept, [])
     for model in ("qwen3-30b", "mixtral-8x7b"):
         name = "h200x2_block.json"
-        values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
+        ours, theirs = (pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2{way}", direction="fwd+bwd")
+                        for way in (" auto", ""))  # fmt: skip
+        values = (ours[0], theirs[1], ours[2], theirs[3])
         add(f"block {model} T8192, ep 2, `all_gather`, ms", name, min, *values)
     for model, name in BLOCKS.items():
         for how in ("all_gather", "all_to_all"):

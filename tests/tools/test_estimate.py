@@ -141,12 +141,10 @@ def rows_of(name: str) -> list[dict]:
 
 
 def measured(*names: str) -> list[dict]:
-    """Blocks of the committed results without pre-quantized weights, and without those of bf16 and narrow experts at
-    ep 2, which sorted rows in a step of their own then."""
+    """Blocks of the committed results, without pre-quantized weights."""
     rows = [row for name in names for row in rows_of(name)]
     rows = [r for r in rows if r["direction"] == "fwd+bwd" and r["impl"] == "moax" and r["us"] and " T" in r["case"]]
-    rows = [r for r in rows if not r["recipe"].endswith("+kept")]
-    return [r for r in rows if not (r["recipe"] == "none" and r["case"].startswith("qwen3") and "ep=2" in r["case"])]
+    return [r for r in rows if not r["recipe"].endswith("+kept")]
 
 
 H200 = measured("h200_block.json", "h200_block_gpt_oss.json", "h200_block_qwen3.json", "h200x2_block.json")
@@ -159,8 +157,8 @@ EXTRA = [pytest.param(row, marks=pytest.mark.more) for row in H200[1:]]
     ids=lambda row: f"{row['case']} {row['recipe']} {row['extra'].get('exchange', '')}",
 )
 def test_h200(row):
-    """Breaks if memory is off by more than 25 % from what XLA allotted on one or two H200s, or the time from the
-    measured one."""
+    """Breaks if memory is off by more than 25 % from what XLA allotted on one or two H200s, or the time by more than
+    15 % from the measured one."""
     name = row["case"].split(" ")[0]
     tokens = int(row["case"].split(" T")[1].split(" ")[0])
     config = next(block.config for block in PERF if block.name == name)
@@ -181,7 +179,7 @@ def test_h200(row):
     width = tokens * config.d_model * 2
     got = m.weights + m.saved + m.temporary + width  # dy; temporary has the gradients, y and dx
     assert got == pytest.approx(sum(extra["compiled_bytes"].values()), rel=0.25)
-    assert estimated.seconds * 1e6 == pytest.approx(row["us"], rel=0.25)
+    assert estimated.seconds * 1e6 == pytest.approx(row["us"], rel=0.15)
 
 
 def test_rates_are_measured():

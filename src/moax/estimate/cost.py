@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
-from moax.estimate.block import BlockSpec, BlockTrace, count_operations, plan_block, trace_block
+from moax.estimate.block import BlockSpec, BlockTrace, count_operations, count_traffic, plan_block, trace_block
 from moax.estimate.hardware import Hardware, find_hardware
 from moax.estimate.result import Estimate, Memory, SavedArray
 from moax.mesh.axes import AnyMesh
@@ -108,7 +108,7 @@ def estimate(
         once=traced.once,
         transfers=traced.steps.transfers(axes),
         operations=count_operations(block),
-        traffic=traced.steps.traffic(),
+        traffic=count_traffic(traced.steps, plan),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -100,13 +100,16 @@ class Trace:
                 transfers[step.scope or "sum"].append(transfer)
         return dict(transfers)
 
-    def traffic(self) -> int:
-        """Returns the bytes of device memory that all steps outside of loops read and write."""
-        traffic = 0
+    def traffic(self, uncounted: Mapping[int, float] = {}) -> int:
+        """Returns the bytes of device memory that all steps outside of loops read and write.
+
+        No step touches the share `uncounted[array]` of an array: the part of a buffer that holds no rows.
+        """
+        traffic = 0.0
         for step, (read, written) in zip(self.steps, self._touched, strict=True):
             if step.eqn.primitive.name != "while":
-                traffic += self.total(read | written)
-        return traffic
+                traffic += sum(self.bytes[array] * (1 - uncounted.get(array, 0)) for array in read | written)
+        return round(traffic)
 
     def total(self, arrays: Any) -> int:
         """Returns the bytes of these arrays together."""
