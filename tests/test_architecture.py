@@ -155,9 +155,9 @@ def but(*allowed: str) -> Iterator[Path]:
     return (path for path in FILES if not path.relative_to(SRC).as_posix().startswith(allowed))
 
 
-def none_of(found: Iterator[tuple[Path, ast.AST, str]], rule: str) -> None:
-    """Fails with every place that was found."""
-    bad = [f"{where(path, node)}: {what}" for path, node, what in found]
+def none_of(violations: Iterator[tuple[Path, ast.AST, str]], rule: str) -> None:
+    """Fails with every violation: its place, and what is wrong there."""
+    bad = [f"{where(path, node)}: {what}" for path, node, what in violations]
     assert not bad, f"{rule}:\n" + "\n".join(bad)
 
 
@@ -217,7 +217,7 @@ def test_an_op_file_has_its_parts_in_order():
     """Breaks if the user's function of an op does not come first, after the classes of its static arguments."""
     exported = {alias for _, _, alias in imports(SRC / "ops" / "__init__.py")}
 
-    def found() -> Iterator[tuple[Path, ast.AST, str]]:
+    def list_misplaced() -> Iterator[tuple[Path, ast.AST, str]]:
         for path in (path for path in FILES if module(path).startswith("moax.ops.")):
             inner = False
             for node in tree(path).body:
@@ -226,15 +226,15 @@ def test_an_op_file_has_its_parts_in_order():
                 inner |= isinstance(node, ast.FunctionDef) and node.name.startswith("_")
                 inner |= isinstance(node, ast.Assign) and "Op(" in ast.unparse(node.value)
 
-    none_of(found(), "classes, then what users call, then the local functions and the ops")
+    none_of(list_misplaced(), "classes, then what users call, then the local functions and the ops")
 
 
 def test_an_implementation_has_every_function():
     """Breaks if an implementation lacks a function of `Kernels`, or one takes other arguments, which only a call on its
     own machine would show; or if moax calls a function that `Kernels` does not have."""
     nodes = (node for path in but("kernels/") for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
-    of = re.compile(r"(implementation\(.*\)|local|kernels)$")
-    called = {node.attr for node in nodes if of.match(ast.unparse(node.value))}
+    receiver = re.compile(r"(implementation\(.*\)|local|kernels)$")
+    called = {node.attr for node in nodes if receiver.match(ast.unparse(node.value))}
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     modules = {name: implementation(name) for name in IMPLEMENTATIONS}
     assert not called & set(vars(modules[DEFAULT])) - set(functions) and len(called & set(functions)) > 10
@@ -304,20 +304,20 @@ def test_a_variable_says_what_it_holds():
 
 def test_a_sentence_names_its_subject():
     """Breaks if a docstring or a comment has a phrase of PHRASES."""
-    found = []
+    violations = []
     for path in but("hf/", "estimate/", "inspect/"):
         text = path.read_text(encoding="utf-8")
         for phrase, instead in PHRASES.items():
             flat = re.compile(phrase.replace(" ", r"\s+(?:#\s+)?"))
             lines = (text.count("\n", 0, match.start()) + 1 for match in flat.finditer(text))
-            found += [f"{path.relative_to(ROOT)}:{line}: {instead}" for line in lines]
-    assert not found, "\n".join(found)
+            violations += [f"{path.relative_to(ROOT)}:{line}: {instead}" for line in lines]
+    assert not violations, "\n".join(violations)
 
 
 def test_the_language_model_imports_public_names():
     """Breaks if lm/ reads as no program of a user's, since it imports what moax does not show."""
-    found = ((path, node, module, name) for path in LM for node, module, name in imported_names(path))
-    ours = ((path, node, module, name) for path, node, module, name in found if module.split(".")[0] == "moax")
+    imported = ((path, node, module, name) for path in LM for node, module, name in imported_names(path))
+    ours = ((path, node, module, name) for path, node, module, name in imported if module.split(".")[0] == "moax")
     none_of(
         ((path, node, f"{module}: {name}") for path, node, module, name in ours
          if module not in PUBLIC or name.startswith("_")),
@@ -385,14 +385,14 @@ def test_only_kernels_know_the_implementations():
 def test_dependencies():
     """Breaks if the library needs more than a plain `pip install moax` brings, but for the layers of flax."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
-    found = ((p, node, name) for p in but("layers.py", "adapters/") for node, name, _ in imports(p))
-    none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
+    imported = ((p, node, name) for p in but("layers.py", "adapters/") for node, name, _ in imports(p))
+    none_of((f for f in imported if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
 
 
 def test_adapters_stay_apart():
     """Breaks if a file of moax needs an adapter, or an adapter imports a framework when it is imported itself."""
-    found = ((path, node, name) for path in but("adapters/") for node, name in imported_modules(path))
-    none_of((f for f in found if part(f[2]) == "adapters"), "only users import moax.adapters")
+    imported = ((path, node, name) for path in but("adapters/") for node, name in imported_modules(path))
+    none_of((f for f in imported if part(f[2]) == "adapters"), "only users import moax.adapters")
     inside = sorted((SRC / "adapters").glob("*.py"))
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
     named = [(path, node, name) for path in inside for node, name, _ in imports(path)]
@@ -403,8 +403,8 @@ def test_adapters_stay_apart():
 
 def test_no_check_is_an_assert():
     """Breaks if a check vanishes under `python -O`."""
-    found = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
-    none_of(found, "raise a ValueError that names argument, value and what would do")
+    assertions = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
+    none_of(assertions, "raise a ValueError that names argument, value and what would do")
 
 
 def run(code: str, path: Path = SRC.parent) -> str:
@@ -433,9 +433,9 @@ def test_modules_import_alone_and_by_their_names():
         "    importlib.import_module(name)\n"
         "    if xla_bridge.backends_are_initialized(): sys.exit(print(name, 'starts the backend'))\n"
         f"for name in {sorted(MODULES)}:\n"
-        "    found = {}\n"
-        "    exec(f'import {name} as m', found)\n"
-        "    if not isinstance(found['m'], types.ModuleType): print(name, 'is hidden by', found['m'])\n"
+        "    names = {}\n"
+        "    exec(f'import {name} as m', names)\n"
+        "    if not isinstance(names['m'], types.ModuleType): print(name, 'is hidden by', names['m'])\n"
     ).strip()
     assert not said, said
 
@@ -481,21 +481,21 @@ def test_import_of_a_test_needs_one_device():
         if isinstance(call, ast.Call)
     )
     names = ((path, call, ast.unparse(call.func).split(".")[-1]) for path, call in of_import)
-    found = (
+    meshes = (
         (path, call, name)
         for path, call, name in names
         if name in ("make_mesh", "mesh_with") and ast.unparse(call.args[0]) != "(1, 1)"
     )
-    none_of(found, "make a mesh of several devices inside of a test, or an AbstractMesh")
+    none_of(meshes, "make a mesh of several devices inside of a test, or an AbstractMesh")
 
 
 def test_no_test_imports_another():
     """Breaks if a helper of two test files is in one of them: it belongs to tests/support."""
     names = {path.stem for path in TESTS if path.stem.startswith("test_")}
-    found = (
+    imported = (
         (path, node, name) for path in TESTS for node, name, _ in imported_names(path) if name.split(".")[0] in names
     )
-    none_of(found, "put what two test files need into tests/support")
+    none_of(imported, "put what two test files need into tests/support")
 
 
 def imported_names(path: Path) -> Iterator[tuple[ast.stmt, str, str]]:

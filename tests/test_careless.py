@@ -433,12 +433,12 @@ FORWARD_MODE = {
 }
 
 
-@pytest.mark.parametrize("how", FORWARD_MODE)
+@pytest.mark.parametrize("transform", FORWARD_MODE)
 @pytest.mark.parametrize("name", some(tuple(BACKWARD_ONLY), 3))
-def test_forward_mode_is_refused(name, how):
+def test_forward_mode_is_refused(name, transform):
     """Breaks if JAX's error about a `custom_vjp`, which names no function, is all that a user of `jax.jvp` reads."""
     with pytest.raises(moax.Unsupported, match=f"moax: {name} has no forward-mode derivative"):
-        FORWARD_MODE[how](BACKWARD_ONLY[name], jnp.asarray(X))
+        FORWARD_MODE[transform](BACKWARD_ONLY[name], jnp.asarray(X))
 
 
 def test_second_derivatives_in_a_loop_on_a_mesh():

@@ -41,9 +41,9 @@ def test_of_rows_made_again(recipe):
 
         return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(x, params))
 
-    kept = run(True)
+    saved_gradients = run(True)
     for save_rows in (None, False):
-        for got, want in zip(run(save_rows), kept, strict=True):
+        for got, want in zip(run(save_rows), saved_gradients, strict=True):
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 

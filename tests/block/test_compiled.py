@@ -35,7 +35,7 @@ def of_one_round(*program, **options) -> list[inspect.Collective]:
 
 
 @functools.cache
-def found(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
+def find_collectives(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
     """The collectives of loss and gradients, and the abstract parameters."""
     mesh = make_mesh("2x4", way)
     axes = moax.Axes(fsdp_dim=fsdp_dim)
@@ -77,7 +77,7 @@ CASES = pytest.mark.parametrize(("way", "recipe", "fsdp_dim", "exchange"), some(
 @CASES
 def test_weights_cross_as_bytes(way, recipe, fsdp_dim, exchange):
     """Breaks if a weight is gathered before it is quantized, or a compiler widens the bytes."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     inspect.assert_no_wide_weight_gather(collectives, weights=(params.wi, params.wo))
     gathers = inspect.weight_gathers(collectives, axes="fsdp")
     data = [c for c in gathers if c.dtype == "uint8" and c.bytes >= params.wo.size // 8]
@@ -93,14 +93,17 @@ def test_weights_cross_as_bytes(way, recipe, fsdp_dim, exchange):
 @pytest.mark.more
 def test_gathered_bytes_are_half():
     """Breaks if the scales grow past a sixteenth of the bytes, or something else is gathered beside the weights."""
-    plain = inspect.total_bytes(inspect.weight_gathers(found("explicit", None)[0], axes="fsdp"))
-    assert inspect.total_bytes(inspect.weight_gathers(found("explicit", "fp8_block")[0], axes="fsdp")) <= 0.53 * plain
+    plain = inspect.total_bytes(inspect.weight_gathers(find_collectives("explicit", None)[0], axes="fsdp"))
+    assert (
+        inspect.total_bytes(inspect.weight_gathers(find_collectives("explicit", "fp8_block")[0], axes="fsdp"))
+        <= 0.53 * plain
+    )
 
 
 @CASES
 def test_weight_gradients_are_reduce_scattered(way, recipe, fsdp_dim, exchange):
     """Breaks if a whole weight's gradient is all-reduced over fsdp, then sliced, or travels wider than x is."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     assert not [c for c in collectives if c.kind == "all-reduce" and "fsdp" in c.axes and c.size >= params.wo.size // 8]
     assert {c.dtype for c in collectives if c.kind == "reduce-scatter" and c.axes == ("fsdp",)} == {"bfloat16"}
 
@@ -109,7 +112,7 @@ def test_weight_gradients_are_reduce_scattered(way, recipe, fsdp_dim, exchange):
 def test_activations_cross_by_the_exchange_alone(way, recipe, fsdp_dim, exchange):
     """Breaks if the compiler gathers tokens, logits or saved activations over any axis: over ep there are the
     exchange's own transfers of T / 2 tokens, and over fsdp nothing of the size of a row block."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     weights = inspect.weight_gathers(collectives, axes="fsdp")
     others = [c for c in collectives if c not in weights and c.kind != "reduce-scatter"]
     gathers = [c for c in others if c.kind == "all-gather"]

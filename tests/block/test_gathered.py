@@ -69,8 +69,8 @@ def place(mesh, axes: Axes, config=CONFIG):
 
 def find_gathers(program) -> list:
     """The gathers of the weights' values, which a step in microbatches has in its loop or before it."""
-    found = inspect.weight_gathers(inspect.collectives(program))
-    return [c for c in found if np.prod(c.shape) >= CONFIG.d_model * CONFIG.d_ff]
+    gathers = inspect.weight_gathers(inspect.collectives(program))
+    return [c for c in gathers if np.prod(c.shape) >= CONFIG.d_model * CONFIG.d_ff]
 
 
 @pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), some(CASES, 1))
@@ -95,8 +95,8 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
         assert data.shape == w.shape
         assert getattr(got[2], name).sharding.is_equivalent_to(w.sharding, w.ndim)
         if on is not None:
-            kept = {"ep", "tp"}.intersection(on.axis_names)
-            assert data.addressable_shards[0].data.size == w.size // np.prod([on.shape[name] for name in kept])
+            split_axes = {"ep", "tp"}.intersection(on.axis_names)
+            assert data.addressable_shards[0].data.size == w.size // np.prod([on.shape[name] for name in split_axes])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
             jax.jit(functools.partial(step, gather=gather)).lower(params, parts).compile() for gather in (False, True)
         ]
         each, once = map(find_gathers, programs)
-        kept, gathered = (program(params, parts) for program in programs)
+        sharded, gathered = (program(params, parts) for program in programs)
     # XLA may move the gather of wi for forward, which waits for nothing, out of the loop by itself.
     assert sum(c.times == MICROBATCHES for c in each) >= 3
     # The kernels of XLA have equal bytes for both uses where blocks are square, and XLA gathers them once.
@@ -138,7 +138,7 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     scatters = [inspect.weight_scatters(inspect.collectives(program)) for program in programs]
     assert sorted((c.shape, c.times) for c in scatters[0]) == sorted((c.shape, c.times) for c in scatters[1])
     assert {c.times for c in scatters[1]} == {MICROBATCHES}
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
 @pytest.mark.parametrize("absent", some([(True,), (False,)], 1))
@@ -162,7 +162,7 @@ def test_in_a_shard_map_of_the_caller(absent):
     with jax.set_mesh(mesh):
         params, x = place(mesh, Axes(), WITHOUT_BIAS)
         specs = moax.param_specs(WITHOUT_BIAS)
-        kept, gathered = (
+        sharded, gathered = (
             jax.jit(
                 jax.shard_map(
                     functools.partial(gradient, gather=gather), in_specs=(layout, specs), out_specs=(layout, specs)
@@ -170,7 +170,7 @@ def test_in_a_shard_map_of_the_caller(absent):
             )(x, params)
             for gather in (False, True)
         )
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
 @pytest.mark.more
@@ -185,7 +185,7 @@ def test_in_a_shard_map_over_another_axis():
     with jax.set_mesh(mesh):
         params = put(mesh, moax.param_specs(CONFIG, Axes(other="stage")), PARAMS)
         x = jax.device_put(random(1, 2, 64, 256), NamedSharding(mesh, P("stage", ("fsdp", "ep"))))
-        kept, gathered = (
+        sharded, gathered = (
             jax.jit(
                 jax.shard_map(
                     functools.partial(gradient, gather=gather),
@@ -196,7 +196,7 @@ def test_in_a_shard_map_over_another_axis():
             )(params, x)
             for gather in (False, True)
         )
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
 @pytest.mark.parametrize(("recipe", "fsdp_dim", "rows"), some(HOPPER, 1))

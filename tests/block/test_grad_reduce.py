@@ -168,7 +168,7 @@ def test_rounds_sum_in_float32():
     x = random(1, 256, CONFIG.d_model).astype(jnp.bfloat16)
     dy = cotangent(x.shape)
 
-    def of(factor, reduce):
+    def compute_gradient(factor, reduce):
         options = moax.Options(
             buffer_factor=factor,
             grad_reduce_dtype=reduce,
@@ -181,8 +181,8 @@ def test_rounds_sum_in_float32():
         with jax.set_mesh(make_mesh("2x4")):
             return np.asarray(jax.jit(jax.grad(loss))(params).wi, np.float64)
 
-    assert error(of(0.2, "float32"), of(None, "float32")) < 1e-5
-    assert error(of(0.2, None), of(None, "float32")) > 1e-3
+    assert error(compute_gradient(0.2, "float32"), compute_gradient(None, "float32")) < 1e-5
+    assert error(compute_gradient(0.2, None), compute_gradient(None, "float32")) > 1e-3
 
 
 @pytest.mark.parametrize("reduce", some(("float32", None, "bfloat16"), 1))
@@ -223,7 +223,7 @@ def test_ops():
     w = random(3, 32, 48)
     for op in (
         ops.dense,
-        lambda x, w, **how: ops.grouped_matmul(x, w[None], jnp.full(8, 8), **how),
+        lambda x, w, **options: ops.grouped_matmul(x, w[None], jnp.full(8, 8), **options),
     ):
         with jax.set_mesh(mesh):
             args = put(mesh, (P("fsdp"), P("fsdp")), (x, w))

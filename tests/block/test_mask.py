@@ -43,7 +43,7 @@ def expected(config):
     return out, grads
 
 
-def found(way, config, **options):
+def run_block(way, config, **options):
     """The same of `moax.moe` on all tokens with the mask; the cotangent of padding's y is not 0."""
     layout = spec("2x4", TOKENS)
     whole = moax.param_specs(config, mesh=make_mesh("2x4"))
@@ -82,7 +82,7 @@ WAYS = [
 def test_padding_is_not_there(way, options):
     """Breaks if padding is routed, counted or summed anywhere, if its NaN reaches a real token or a parameter, if its y
     or its gradient is not 0, or if the loss of a sequence counts padding or sees another sequence."""
-    (y, stats), (dx, dparams) = found(way, CONFIG, **options)
+    (y, stats), (dx, dparams) = run_block(way, CONFIG, **options)
     (y_want, want), (dx_want, dparams_want) = expected(CONFIG)
     limit = ONE_DEVICE if way == "none" else MESH
     assert rel_norm(np.asarray(y)[REAL], y_want) <= limit and not np.asarray(y)[~REAL].any()

@@ -321,15 +321,15 @@ def test_explicit_axes_of_one_device():
 
 
 @pytest.mark.parametrize(
-    "at",
+    "entries",
     some([((None, None, "ep"),), (("fsdp", "ep"),), ((("fsdp", "ep"),),), (("fsdp",),), ((),)], 1),
 )
-def test_result_is_like_x(at):
+def test_result_is_like_x(entries):
     """Breaks if y has another type than x on an Explicit mesh, so that a residual x + y would not trace."""
     mesh = make_mesh("2x4", "explicit")
     x = make_x(BASE, 8, 8)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*at)))
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*entries)))
         params = put(mesh, moax.param_specs(BASE), make_params(BASE))
 
         def both(x, p):

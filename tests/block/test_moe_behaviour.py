@@ -90,7 +90,7 @@ def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
     experts = choose_experts(np.asarray(x) @ np.asarray(params.router), config.router, config.top_k)
     mask = kept_by_numpy(experts, config, mesh, exchange)
     dy = cotangent(x.shape)
-    want = block_by_numpy(x, params, config, dy, kept=mask)
+    want = block_by_numpy(x, params, config, dy, has_room=mask)
     engine = way if way == "shard_map" else "auto"
     on = make_mesh(mesh, way)
 

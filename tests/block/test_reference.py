@@ -72,7 +72,7 @@ def test_every_option(name):
         return sum(loss_of(y, stats)), (y, stats)
 
     (dx, dparams), (y, stats) = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, params)
-    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), kept=mask)
+    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), has_room=mask)
     assert y.dtype == jnp.float32 and rel_norm(y, want.y) < 1e-6 and rel_norm(dx, want.dx) < 2e-6
     expected = {f.name for f in dataclasses.fields(params) if getattr(params, f.name) is not None}
     assert set(want.dparams) == expected

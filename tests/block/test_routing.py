@@ -42,7 +42,7 @@ def wanted(experts, weights=None):
     return out, grads
 
 
-def found(way, ids, weights=None, **options):
+def run_block(way, ids, weights=None, **options):
     """The same of `moax.moe`, of arrays [tokens, K] that lie as tokens do."""
     layout = spec("2x4", TOKENS)
     whole = moax.param_specs(CONFIG, mesh=make_mesh("2x4"))
@@ -102,7 +102,7 @@ WAYS = [
 def test_experts_alone(way, options):
     """Breaks if experts that the caller gave do not have the weights, the losses and the gradients of the router's live
     scores: replay would train another policy than the one that acted."""
-    got = found(way, IDS, **options)
+    got = run_block(way, IDS, **options)
     check(got, wanted(IDS), ONE_DEVICE if way == "none" else MESH)
     routing = got[0][1].routing
     np.testing.assert_array_equal(routing.experts, IDS.reshape(*LEADING, 2))
@@ -112,7 +112,7 @@ def test_experts_alone(way, options):
 @pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 1))
 def test_experts_and_weights(way, options):
     """Breaks if a router of the caller's own is not used as it is, gets no gradient, or the router runs besides."""
-    got = found(way, IDS, WEIGHTS, **options)
+    got = run_block(way, IDS, WEIGHTS, **options)
     (y, stats), (dx, dparams, dw) = got
     out, (dx_want, dparams_want, dw_want) = wanted(IDS, WEIGHTS)
     limit = ONE_DEVICE if way == "none" else MESH

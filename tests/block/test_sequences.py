@@ -318,8 +318,8 @@ def test_packed_rows_are_their_sequences():
         x[i, : of_sequence.sum()] = X[b, of_sequence]
         mask[i, : of_sequence.sum()] = True
 
-    def total(params, x, **how):
-        stats = moax.moe(x, params, ONLY, **how)[1]
+    def total(params, x, **options):
+        stats = moax.moe(x, params, ONLY, **options)[1]
         return stats.aux_loss, stats
 
     run = jax.value_and_grad(total, has_aux=True)

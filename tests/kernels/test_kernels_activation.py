@@ -192,10 +192,10 @@ def test_lowers_for_cuda(name, width):
             return fn(h, make_blocks(s, 512), act, gated=gated)
 
         lower(run, h, sizes)
-    for fn, how in backward:
+    for fn, options in backward:
 
-        def run(h, d, s, w, fn=fn, how=how):
-            return fn(h, d, make_blocks(s, 512), act, weights=w, **how)
+        def run(h, d, s, w, fn=fn, options=options):
+            return fn(h, d, make_blocks(s, 512), act, weights=w, **options)
 
         lower(run, h, d_a, sizes, weights)
 

@@ -38,7 +38,7 @@ def wgrad(sizes, x, dy, scales, total, *, tile, dtype):
 
 def others():
     """Yields (name, function, operands as a tree of (shape, dtype)) of cases that no model of `h200_kernels` has."""
-    rows = lambda x, s, **how: quantize.quantize_rows(x, make_blocks(s, 512), **how)  # noqa: E731
+    rows = lambda x, s, **options: quantize.quantize_rows(x, make_blocks(s, 512), **options)  # noqa: E731
     fewer = (
         {},
         dict(rows=False, format=Format(scale="pow2")),

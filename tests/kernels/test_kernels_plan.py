@@ -103,15 +103,15 @@ def test_take_and_put():
     rng = np.random.default_rng(0)
     held = rng.integers(0, 99, 300)
     index = rng.integers(0, 300, 128)
-    taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda at: held[(at - 64) // 4])["$0"]
+    taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda address: held[(address - 64) // 4])["$0"]
     np.testing.assert_array_equal(taken, held[index])
 
     index = np.concatenate([rng.permutation(300)[:124], [-1, -(2**31), 300, 2**31 - 1]])
     written = np.zeros(300, int)
     values = rng.integers(1, 99, 128)
 
-    def store(at, value, stored):
-        written[(at[stored] - 64) // 4] = value[stored]
+    def store(address, value, stored):
+        written[(address[stored] - 64) // 4] = value[stored]
 
     run_ptx(ptx.PUT.format(size=300), (64, index, values), on_store=store)
     want = np.zeros(300, int)

@@ -100,7 +100,7 @@ def test_gathered(dtype, width):
     source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
     source[198:] = 50
     got = interpret(
-        lambda x, at, s: quantize_rows(x, make_blocks(s, 384), gather_idx=at),
+        lambda x, index, s: quantize_rows(x, make_blocks(s, 384), gather_idx=index),
         x,
         source,
         sizes,
@@ -109,8 +109,8 @@ def test_gathered(dtype, width):
     want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
     for g, w in zip(got, want, strict=True):
         axis = w.data.shape.index(384)
-        for a, b, at in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
-            a, b = (a, b) if at is None else (np.take(v, range(used), at).view(np.uint8) for v in (a, b))
+        for a, b, dim in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
+            a, b = (a, b) if dim is None else (np.take(v, range(used), dim).view(np.uint8) for v in (a, b))
             np.testing.assert_array_equal(a, b)
 
 

@@ -351,7 +351,7 @@ def check_block(mosaic, config, tokens, recipe, kind="", commons=(0.0,)):
             choose_experts(x @ np.float64(params.router), config.router, config.top_k),
             config,
         )
-        want = block_by_numpy(x, params, config, dy_wide, kept=mask)
+        want = block_by_numpy(x, params, config, dy_wide, has_room=mask)
         assert int(stats.dropped) == want.stats["dropped"]
         np.testing.assert_array_equal(stats.tokens_per_expert, want.stats["tokens_per_expert"])
         assert kind != "rounds" or stats.rounds > 1
@@ -388,12 +388,12 @@ def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
 
 @gpu
 @pytest.mark.parametrize(
-    ("name", "recipe", "how"),
+    ("name", "recipe", "kind"),
     some([*SHORT_BLOCKS, *MORE_BLOCKS], len(SHORT_BLOCKS)),
 )
-def test_block(mosaic, name, recipe, how):
+def test_block(mosaic, name, recipe, kind):
     """Each kind of block by the kernels: no more than rounding away from float64, routing and drops the same."""
-    check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe, how, (0.0, 3.0))
+    check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe, kind, (0.0, 3.0))
 
 
 @pytest.mark.more

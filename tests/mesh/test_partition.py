@@ -374,8 +374,8 @@ def test_rows_that_do_not_divide(way):
 # An op that follows its weight's layout, as the products do, and refuses one layout.
 
 
-def follow_contract(static, operands, found):
-    own_spec = Spec(None, None) if found[0] is None else found[0]
+def follow_contract(static, operands, operand_specs):
+    own_spec = Spec(None, None) if operand_specs[0] is None else operand_specs[0]
     if len(own_spec) > 1 and own_spec[1] is not None:
         raise ValueError(f"w: dim 1 is sharded over {own_spec[1]}")
     names = own_spec[0] if len(own_spec) and own_spec[0] is not None else ()
@@ -395,16 +395,16 @@ _follow = Op("follow", follow_local, "a b -> a, b", sharding=follow_contract)
 
 
 @pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
-@pytest.mark.parametrize("at", [P(), P(("ep",)), P(("fsdp", "ep")), P(("ep", "fsdp"))], ids=str)
-def test_the_layout_that_an_operand_has(way, at):
+@pytest.mark.parametrize("own_spec", [P(), P(("ep",)), P(("fsdp", "ep")), P(("ep", "fsdp"))], ids=str)
+def test_the_layout_that_an_operand_has(way, own_spec):
     """Breaks if an operand's own layout is not what the contract is asked about, or the local function is not told."""
     mesh = make_mesh("2x4", way)
     w = rows(16, 4)
     with jax.set_mesh(mesh):
         layout, total = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w))(
-            jax.device_put(w, NamedSharding(mesh, at))
+            jax.device_put(w, NamedSharding(mesh, own_spec))
         )
-    names = at[0] if len(at) else ()
+    names = own_spec[0] if len(own_spec) else ()
     np.testing.assert_array_equal(layout, np.full(16, len(names)))
     np.testing.assert_array_equal(total, w.sum(0))
 

@@ -58,8 +58,8 @@ def test_keeps_h_alone(activation):
         a, pull = jax.vjp(fn, h)
         return a, *pull(d_a)
 
-    kept = jax.eval_shape(lambda h: jax.vjp(lambda h: activate(h, activation), h)[1], h)
-    assert [(v.shape, v.dtype) for v in jax.tree.leaves(kept)] == [(h.shape, h.dtype)]
+    residuals = jax.eval_shape(lambda h: jax.vjp(lambda h: activate(h, activation), h)[1], h)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(residuals)] == [(h.shape, h.dtype)]
     fns = (lambda h: activate(h, activation)), plain
     results = [jax.jit(functools.partial(run, fn))(h, d_a) for fn in fns]
     for got, want in zip(*results, strict=True):

@@ -119,8 +119,8 @@ def test_transposes(way, transport, factor):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("at", [P(), P("fsdp"), P(None, "ep")], ids=str)
-def test_tokens_of_another_layout(at, transport):
+@pytest.mark.parametrize("x_spec", [P(), P("fsdp"), P(None, "ep")], ids=str)
+def test_tokens_of_another_layout(x_spec, transport):
     """Explicit axes: tokens that lie otherwise are moved, and gradients come back as they lay."""
     x, experts, weights = args = inputs("2x4")
 
@@ -130,7 +130,7 @@ def test_tokens_of_another_layout(at, transport):
 
     out = spec("2x4", TOKENS)
     dy = integers(7, *x.shape)
-    specs = (at, out, at if at == P("fsdp") else P())
+    specs = (x_spec, out, x_spec if x_spec == P("fsdp") else P())
     y, _, (d_x, d_w) = program("explicit", "2x4", forward, args, specs, out, cotangents=dy, wrt=(0, 2))()
     np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
     np.testing.assert_array_equal(d_x, dy * weights.sum(1, keepdims=True))

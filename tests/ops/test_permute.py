@@ -187,9 +187,9 @@ def test_negative_ids_are_no_expert():
     st.lists(st.integers(0, 5), min_size=2 * 12, max_size=2 * 12),
     st.sampled_from([(1, None), (1, 1), (1, 9), (4, 9), (4, 23), (4, None)]),
 )
-def test_any_distribution(flat, how):
+def test_any_distribution(flat, settings):
     """Any group sizes, ids of "none" (5) included, aligned or not, dropped or not; the buffer holds every kept row."""
-    align, capacity = how
+    align, capacity = settings
     experts = np.asarray(flat, np.int32).reshape(12, 2)
     _, plan = _plan_of_twelve(jnp.asarray(experts), align, capacity)
     check_plan(plan, experts, 5, align, capacity)
@@ -380,10 +380,10 @@ def test_each_shard_sorts_its_own(way, mesh):
     check_on_mesh(way, mesh)
 
 
-@pytest.mark.parametrize("at", some([P("ep"), P(), P(("ep", "fsdp"))], 1), ids=str)
-def test_operands_of_another_layout(at):
+@pytest.mark.parametrize("x_spec", some([P("ep"), P(), P(("ep", "fsdp"))], 1), ids=str)
+def test_operands_of_another_layout(x_spec):
     """Explicit axes: rows that lie otherwise are moved, and gradients come back as they lay."""
-    check_on_mesh("explicit", "2x4", at)
+    check_on_mesh("explicit", "2x4", x_spec)
 
 
 @pytest.mark.parametrize("way", some(WAYS[:3], 2))

@@ -181,8 +181,8 @@ def test_on_mesh(way, mesh, router):
     assert rel_error(d_logits, d_want, per=0) < 2e-6
 
 
-@pytest.mark.parametrize("at", some([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
-def test_logits_of_another_layout(at):
+@pytest.mark.parametrize("logits_spec", some([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
+def test_logits_of_another_layout(logits_spec):
     """Explicit axes: logits that lie otherwise are moved, and their gradient comes back as they lay."""
     config = CONFIGS["softmax"]
     logits = random(20, TOKENS_, EXPERTS)
@@ -194,7 +194,7 @@ def test_logits_of_another_layout(at):
         "2x4",
         fn,
         (logits,),
-        (at,),
+        (logits_spec,),
         (spec("2x4", TOKENS), P(), P()),
         cotangents=cotangents,
     )
