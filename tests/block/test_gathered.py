@@ -19,7 +19,7 @@ from moax import Axes, inspect
 from moax.mesh.specs import find_mesh_view
 from moax.ops.weights import USES, GatherSpec, WeightSpec, gather_quantized, gather_weight, quantize_weight
 from moax.recipe import get_recipe
-from support import TOKENS, make_mesh, make_params, put, random, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, put, random, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
 WITHOUT_BIAS = dataclasses.replace(CONFIG, use_bias=False)
@@ -73,7 +73,7 @@ def find_gathers(program) -> list:
     return [c for c in gathers if np.prod(c.shape) >= CONFIG.d_model * CONFIG.d_ff]
 
 
-@pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), some(CASES, 1))
+@pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), mark_rest(CASES, 1))
 def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_factor):
     """Breaks if a device multiplies by another shard's bytes or scales, also in overflow rounds, or if a gradient does
     not lie as its parameter."""
@@ -101,7 +101,7 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
 
 @pytest.mark.parametrize(
     ("way", "recipe", "uses"),
-    some([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
+    mark_rest([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
 )
 def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, if a gradient is not scattered in
@@ -141,7 +141,7 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
-@pytest.mark.parametrize("absent", some([(True,), (False,)], 1))
+@pytest.mark.parametrize("absent", mark_rest([(True,), (False,)], 1))
 def test_in_a_shard_map_of_the_caller(absent):
     """Breaks if a whole weight does not fit the shard of its parameter, or types lose the axes that operands vary over:
     `check_vma` then refuses the gradient."""
@@ -199,7 +199,7 @@ def test_in_a_shard_map_over_another_axis():
     jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
-@pytest.mark.parametrize(("recipe", "fsdp_dim", "rows"), some(HOPPER, 1))
+@pytest.mark.parametrize(("recipe", "fsdp_dim", "rows"), mark_rest(HOPPER, 1))
 def test_operands_of_hopper(recipe, fsdp_dim, rows):
     """Breaks if bytes or scales that lie along K, as Hopper's matmuls read them, are gathered over another dim."""
     mesh = make_mesh("tp2x2x2")

@@ -13,7 +13,7 @@ import pytest
 
 import moax
 from moax import Axes, Format, Recipe, inspect, lora
-from support import make_mesh, make_params, put, random, rel_norm, some
+from support import make_mesh, make_params, mark_rest, put, random, rel_norm
 from support.block import BASE as WITH_SHARED
 from support.block import MESH, cotangent, loss_of, make_x
 from support.oracle.block import block as block_by_numpy
@@ -97,7 +97,7 @@ def placed(mesh, way, config, prequantized: bool):
     return adapters, x, dataclasses.replace(params, wi=None, wo=None), quantized
 
 
-@pytest.mark.parametrize(("mesh", "way", "prequantized", "config", "options"), some(CASES, 1))
+@pytest.mark.parametrize(("mesh", "way", "prequantized", "config", "options"), mark_rest(CASES, 1))
 def test_is_the_merged_block(mesh, way, prequantized, config, options):
     """Breaks if a product of the adapters is missing, scaled twice, summed over too few devices, or reads rows of
     another expert; if a frozen weight gets a gradient, or kept weights need the weights themselves."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import reference
-from support import TOKENS, make_mesh, make_params, program, put, random, rel_norm, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, program, put, random, rel_norm, spec
 from support.block import BASE, MESH, ONE_DEVICE, cotangent, loss_of, make_x
 
 V4 = moax.RouterConfig("sqrt_softplus", scale=1.5, bias=True, aux_loss=1e-2, z_loss=1e-3)
@@ -98,7 +98,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS, 1))
+@pytest.mark.parametrize(("way", "options"), mark_rest(WAYS, 1))
 def test_experts_alone(way, options):
     """Breaks if experts that the caller gave do not have the weights, the losses and the gradients of the router's live
     scores: replay would train another policy than the one that acted."""
@@ -109,7 +109,7 @@ def test_experts_alone(way, options):
     np.testing.assert_allclose(np.asarray(routing.weights).sum(-1), 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 1))
+@pytest.mark.parametrize(("way", "options"), mark_rest(WAYS[::-1], 1))
 def test_experts_and_weights(way, options):
     """Breaks if a router of the caller's own is not used as it is, gets no gradient, or the router runs besides."""
     got = run_block(way, IDS, WEIGHTS, **options)

@@ -14,7 +14,7 @@ from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.stages import TileConfig
-from support import random, some
+from support import mark_rest, random
 from support.oracle.ops import first_rows
 from support.ptx import run_ptx
 
@@ -72,7 +72,7 @@ MANY = {"many": tuple(int(n) for n in np.random.default_rng(0).integers(0, 5, 16
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("draws", "widths"),
-    some(
+    mark_rest(
         [
             (FEW, (2880, 192)),
             (MANY, (192, 960)),

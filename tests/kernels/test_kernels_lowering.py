@@ -20,7 +20,7 @@ from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from moax.kernels.hopper.pallas.tiles import HEURISTIC
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.recipe import Format
-from support import ROOT, lower, some
+from support import ROOT, lower, mark_rest
 
 sys.path.append(str(ROOT / "scripts"))
 MODELS = importlib.import_module("h200_kernels")
@@ -100,7 +100,7 @@ SHORT = len(TOTALS) + len(CASES) // 12
 
 
 @pytest.mark.loose
-@pytest.mark.parametrize("name", some([*TOTALS, *OTHERS], SHORT))
+@pytest.mark.parametrize("name", mark_rest([*TOTALS, *OTHERS], SHORT))
 def test_lowers(name):
     """A kernel that some width or tile breaks fails on the user's GPU, at the first step."""
     if name.startswith("matmul_activate") and not MERGES_DIMS:

@@ -18,7 +18,7 @@ import moax
 from moax import Axes, inspect, ops
 from moax.kernels.device import find_device, why_not_hopper
 from moax.mesh.specs import named
-from support import make_mesh, make_params, put, random, some
+from support import make_mesh, make_params, mark_rest, put, random
 from support.block import MESH, check_gradients
 from support.oracle.block import block as block_by_numpy
 
@@ -48,7 +48,7 @@ def shapes_of(tree, shardings=None):
     )
 
 
-@pytest.mark.parametrize("origin", ["jax.set_mesh", *some(["with mesh", "shapes"], 0)])
+@pytest.mark.parametrize("origin", ["jax.set_mesh", *mark_rest(["with mesh", "shapes"], 0)])
 def test_weights_cross_as_bytes_however_the_mesh_is_found(origin):
     """Breaks if a block under `with mesh:`, or whose operands alone name the mesh, runs as on no mesh: every device
     would then gather all experts in float32 and keep the whole gradient."""

@@ -25,7 +25,7 @@ from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sh
 from moax.ops.weights import WeightSpec, find_layout, replicas
 from moax.params import dense_spec, param_specs, reshard_params, shard_specs, token_spec
 from moax.recipe import FULL, RECIPES
-from support import make_mesh, some
+from support import make_mesh, mark_rest
 
 ROUTER = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
 CONFIG = MoEConfig(
@@ -240,7 +240,7 @@ def test_large_weights_keep_their_dims():
 
 @pytest.mark.parametrize(
     "weight_spec",
-    some([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1),
+    mark_rest([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1),
     ids=str,
 )
 def test_grouped_dense_end_to_end(weight_spec):

@@ -27,12 +27,12 @@ from support import (
     gather_counts,
     in_user_shard_map,
     make_mesh,
+    mark_rest,
     program,
     put,
     random,
     rel_error,
     size,
-    some,
     spec,
 )
 from support.oracle.ops import grouped_matmul_vjp
@@ -286,7 +286,7 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("way, layout, recipe", some(COLLECTIVES, 2))
+@pytest.mark.parametrize("way, layout, recipe", mark_rest(COLLECTIVES, 2))
 def test_collectives(way, recipe, layout):
     """Weights cross fsdp as bytes, twice (forward, dgrad), in whatever order; the gradient leaves by one reduce-scatter
     and lies like the weight; no row of an activation moves, nor does the layout of a weight propagate to one."""
@@ -322,7 +322,7 @@ def test_collectives(way, recipe, layout):
 
 @pytest.mark.parametrize(
     ("way", "layout"),
-    some([("custom_partitioning", "tp columns and fsdp"), ("explicit", "tp rows and fsdp"),
+    mark_rest([("custom_partitioning", "tp columns and fsdp"), ("explicit", "tp rows and fsdp"),
           *itertools.product(("shard_map",), ("tp columns and fsdp", "tp rows and fsdp"))], 2),
 )  # fmt: skip
 def test_width_stays_split(way, layout):

@@ -17,7 +17,7 @@ from benchmarks.block.block import PERF
 from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
 from moax.params import operand_shapes
-from support import some
+from support import mark_rest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,7 +64,7 @@ def listed(transfers) -> Counter:
 
 @pytest.mark.parametrize(
     "case",
-    some(
+    mark_rest(
         [
             "dp-fsdp-ep",
             "tp-mxfp8-all_to_all",
@@ -92,7 +92,7 @@ def test_bytes_are_those_of_the_program(case):
 
 @pytest.mark.parametrize(
     "case",
-    some(
+    mark_rest(
         [
             "dp-fsdp-ep",
             "passes-rows-again",
@@ -278,7 +278,7 @@ def test_page_names_the_hardware():
 
 @pytest.mark.parametrize(
     ("model", "ep", "transport"),
-    some(
+    mark_rest(
         [
             ("qwen3-30b", 4, "all_gather"),
             ("mixtral-8x7b", 4, "all_to_all"),

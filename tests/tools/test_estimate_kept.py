@@ -16,7 +16,7 @@ from moax import inspect
 from moax.estimate import Once, estimate
 from moax.params import operand_shapes
 from moax.types import KEPT
-from support import make_params, put, random, some
+from support import make_params, mark_rest, put, random
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2)
 SHARED = dataclasses.replace(CONFIG, shared_d_ff=128)
@@ -47,7 +47,7 @@ WIRES = [
 AS_WRITTEN = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
-@pytest.mark.parametrize(("sizes", "recipe", "fsdp_dim"), some(SIZES, 3))
+@pytest.mark.parametrize(("sizes", "recipe", "fsdp_dim"), mark_rest(SIZES, 3))
 def test_bytes_are_those_of_the_arrays(sizes, recipe, fsdp_dim):
     """Breaks if an array of quantized weights is forgotten, or counted whole where a device has a shard of it, or the
     reverse."""
@@ -85,7 +85,7 @@ def test_parameters_of_the_dtype_are_not_copied():
     assert gathered.memory.quantized == 2 * 128 * 3 * 2048 * 768
 
 
-@pytest.mark.parametrize(("config", "sizes", "recipe", "preparation"), some(WIRES, 1))
+@pytest.mark.parametrize(("config", "sizes", "recipe", "preparation"), mark_rest(WIRES, 1))
 def test_wire_is_that_of_the_program(config, sizes, recipe, preparation):
     """Breaks if weights that are gathered once count in each microbatch, or gradients and other weights count once."""
     options = moax.Options(recipe=recipe, kernels="xla", buffer_factor=4.0)
