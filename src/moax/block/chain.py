@@ -312,18 +312,18 @@ def activate_grad(
     h, row_weights = saved.h, saved.row_weights
     at_input = p.config.weights_at == "input"
     if not at_input and not w.has_up_terms:
-        a, d_h, d_h_wgrad, d_row_weights = local.activate_grad_quantize(
-            h, d_a, act, p.recipe, groups, weights=row_weights
-        )
-        return HiddenGrad(a, d_h, d_h_wgrad, None, d_row_weights)
+        grads = local.activate_grad_quantize(h, d_a, act, p.recipe, groups, weights=row_weights)
+        return HiddenGrad(grads.a, grads.d_h, grads.d_h_wgrad, None, grads.inner)
     if at_input:
         scaled = scale_rows(h, row_weights, groups)
-        a, d_scaled, _ = local.activate_grad(scaled, d_a, act, groups, jnp.ones_like(row_weights))
-        d_row_weights = jnp.sum(d_scaled.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h_plain = scale_rows(d_scaled, row_weights, groups)
+        grads = local.activate_grad(scaled, d_a, act, groups, jnp.ones_like(row_weights))
+        d_row_weights = jnp.sum(grads.d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
+        d_h_plain = scale_rows(grads.d_h, row_weights, groups)
     else:
-        a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe, "x", groups, direct=False)
+        grads = local.activate_grad(h, d_a, act, groups, row_weights)
+        d_row_weights = grads.inner
+        d_h_plain = grads.d_h
+    _, a = local.quantize_for_matmul(grads.a, p.recipe, "x", groups, direct=False)
     d_h, d_h_wgrad = local.quantize_for_matmul(
         d_h_plain,
         p.recipe,
