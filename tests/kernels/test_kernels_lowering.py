@@ -41,8 +41,8 @@ def others():
     rows = lambda x, s, **options: quantize.quantize_rows(x, make_blocks(s, 512), **options)  # noqa: E731
     fewer = (
         {},
-        dict(rows=False, format=Format(scale="pow2")),
-        dict(columns=False, format=Format("e5m2")),
+        dict(fprop_or_dgrad=False, format=Format(scale="pow2")),
+        dict(wgrad=False, format=Format("e5m2")),
     )
     weight = [
         dict(transposed=False, format=Format(scale="pow2")),

@@ -72,20 +72,20 @@ def test_rows_and_columns(source, width, format):
     real = np.arange(384) < 198
     x[198:] = np.nan
     x = jnp.asarray(x, source)
-    by_row, by_column = interpret(
+    operand, wgrad_operand = interpret(
         lambda x, s: quantize_rows(x, make_blocks(s, 384), format=format),
         x,
         sizes,
     )
     used = 256
     data, scale = expected(x[:used], format, (1, 128), real[:used])
-    assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
-    check(by_row._replace(data=by_row.data[:used]), data, scale.T, format)
+    assert operand.data.shape == (384, width) and operand.scale.shape == (-(-width // 128), 384)
+    check(operand._replace(data=operand.data[:used]), data, scale.T, format)
     data, scale = expected(x[:used], format, (128, 1), real[:used])
-    assert by_column.data.shape == (width, 384)
-    assert by_column.scale.shape == (3, -(-width // 128) * 128)
-    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, format)
-    assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
+    assert wgrad_operand.data.shape == (width, 384)
+    assert wgrad_operand.scale.shape == (3, -(-width // 128) * 128)
+    check(wgrad_operand._replace(data=wgrad_operand.data[:, :used]), data.T, scale, format)
+    assert (wgrad_operand.scale[:2, width:] == 1).all() and (operand.scale[:, 198:used] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_gathered(dtype, width):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("columns", "gathered"), [(True, False), (False, True), (True, True)])
-def test_one_direction(columns, gathered):
+@pytest.mark.parametrize(("wgrad", "gathered"), [(True, False), (False, True), (True, True)])
+def test_one_direction(wgrad, gathered):
     """Outputs that change places where only one of the two is asked for."""
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
     source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
     sizes = np.array([128], np.int32)
 
-    def quantize(x, sizes, **directions):
-        return quantize_rows(x, make_blocks(sizes, 128), gather_idx=source, **directions)
+    def quantize(x, sizes, **uses):
+        return quantize_rows(x, make_blocks(sizes, 128), gather_idx=source, **uses)
 
     both = interpret(quantize, x, sizes)
-    one = interpret(functools.partial(quantize, rows=not columns, columns=columns), x, sizes)
-    assert one[not columns] is None
-    for got, want in zip(one[columns], both[columns], strict=True):
+    one = interpret(functools.partial(quantize, fprop_or_dgrad=not wgrad, wgrad=wgrad), x, sizes)
+    assert one[not wgrad] is None
+    for got, want in zip(one[wgrad], both[wgrad], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
 

@@ -85,14 +85,14 @@ class Kernels(Protocol):
 
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, *,
-        gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
-        wgrad: bool = True,
+        gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False,
+        fprop_or_dgrad: bool = True, wgrad: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
-        """Returns rows [M, ..., C] as two Operands: for the matmul with a weight, fprop or dgrad, and for wgrad.
+        """Returns rows [M, ..., C] as two Operands: for fprop (of x) or dgrad (of dy), and for wgrad.
 
         With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_matmul`
         too, where `choose_rows` says so, the matmuls gather these rows from x instead. The first Operand may be None
-        without `direct`, and the second one without `wgrad`.
+        without `fprop_or_dgrad`, and the second one without `wgrad`.
         """
         ...
 

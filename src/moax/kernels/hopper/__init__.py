@@ -149,10 +149,11 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups,
-    *, gather_idx: Any = None, in_matmul: bool = False, direct: bool = True, wgrad: bool = True,
+    *, gather_idx: Any = None, in_matmul: bool = False, fprop_or_dgrad: bool = True,
+    wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
-    if not (direct or wgrad):
+    """Quantizes rows as [M, C] for fprop or dgrad and as [C, M] for wgrad, in one read, sorted or not."""
+    if not (fprop_or_dgrad or wgrad):
         return None, None
     format: Any = getattr(recipe, role)
     if in_matmul and format is None:
@@ -165,7 +166,14 @@ def quantize_for_matmul(
         return xla.quantize_for_matmul(x, recipe, role, groups)
     with jax.named_scope("quantize"):
         x = x.reshape(x.shape[0], -1)
-        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad)
+        return quantize_rows(
+            x,
+            groups.blocks,
+            gather_idx=gather_idx,
+            format=format,
+            fprop_or_dgrad=fprop_or_dgrad,
+            wgrad=wgrad,
+        )
 
 
 @jax.named_scope("quantize")
@@ -362,12 +370,12 @@ def activate_grad_quantize(
         of_a = cast(Format, recipe.x)
         of_h = cast(Format, recipe.dy)
         with jax.named_scope("activate"):
-            a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
+            a, d_h, d_h_wgrad, inner = activation.activate_grad_quantize(
                 flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
             )
-        return QuantizedActivationGrads(a, d_h_rows, d_h_columns, inner.sum(0))
+        return QuantizedActivationGrads(a, d_h, d_h_wgrad, inner.sum(0))
     grads = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(grads.a, recipe, "x", groups, direct=False)
+    _, a = quantize_for_matmul(grads.a, recipe, "x", groups, fprop_or_dgrad=False)
     d_h, d_h_wgrad = quantize_for_matmul(grads.d_h, recipe, "dy", groups)
     return QuantizedActivationGrads(a, d_h, d_h_wgrad, grads.inner)
 
