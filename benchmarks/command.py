@@ -78,8 +78,10 @@ def run_scatter(args, chosen, peers, repeats, peaks):
 
 def run_block(args, chosen, peers, repeats, peaks):
     settings = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
-    hows = [dataclasses.replace(settings, exchange=name, overlap=args.overlap) for name in args.exchange or ("auto",)]
-    return block.rows(chosen, hows, few_warmups(repeats), peaks, args.tokens)
+    variants = [
+        dataclasses.replace(settings, exchange=name, overlap=args.overlap) for name in args.exchange or ("auto",)
+    ]
+    return block.rows(chosen, variants, few_warmups(repeats), peaks, args.tokens)
 
 
 def run_imbalance(args, chosen, peers, repeats, peaks):

@@ -48,9 +48,9 @@ def main():
     with tempfile.TemporaryDirectory() as name, jax.set_mesh(mesh):
         source, tuned = Path(name, "source"), Path(name, "tuned")
         make_checkpoint(source)
-        config, found = hf.config_from_hf(source), hf.Checkpoint(source)
-        layers = {i: hf.params_from_hf(found, config, layer=i, dtype=jnp.float32) for i in hf.moe_layers(source)}
-        frozen = {key: jnp.asarray(found[key], jnp.float32) for key in found if ".mlp." not in key}
+        config, checkpoint = hf.config_from_hf(source), hf.Checkpoint(source)
+        layers = {i: hf.params_from_hf(checkpoint, config, layer=i, dtype=jnp.float32) for i in hf.moe_layers(source)}
+        frozen = {key: jnp.asarray(checkpoint[key], jnp.float32) for key in checkpoint if ".mlp." not in key}
 
         @jax.jit
         def step(layers, state, tokens):
@@ -63,9 +63,9 @@ def main():
             tokens = jax.random.randint(jax.random.key(i), (BATCH * count, SEQ), 0, VOCAB)
             layers, state, loss = step(layers, state, tokens)
             losses.append(float(loss))
-        hf.save_hf(tuned, layers, config, others=found, dtype=jnp.bfloat16)
+        hf.save_hf(tuned, layers, config, others=checkpoint, dtype=jnp.bfloat16)
         written, wi = hf.Checkpoint(tuned), layers[0].wi
-        same = sum(jnp.array_equal(written[key], found[key]) for key in written)
+        same = sum(jnp.array_equal(written[key], checkpoint[key]) for key in written)
         print(
             f"fine-tuning on {count} devices: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps; each holds "
             f"{wi.addressable_shards[0].data.shape} of wi {wi.shape}; wrote {len(written)} tensors, {same} as they were"

@@ -26,8 +26,8 @@ CONFIG = moax.MoEConfig(
 @functools.partial(jax.jit, static_argnums=2)
 def step(params: moax.MoEParams, x, rule):
     y, stats = moax.moe(x, params, CONFIG)
-    how = dict(rate=RATE) if rule == "sign" else dict(rule=rule, histogram=stats.histogram)
-    bias = moax.update_router_bias(params.router_bias, stats.tokens_per_expert, **how)
+    settings = dict(rate=RATE) if rule == "sign" else dict(rule=rule, histogram=stats.histogram)
+    bias = moax.update_router_bias(params.router_bias, stats.tokens_per_expert, **settings)
     return dataclasses.replace(params, router_bias=bias), stats.tokens_per_expert
 
 

@@ -47,8 +47,8 @@ def main():
     mesh = jax.make_mesh((STAGES, count // STAGES // ep, ep), ("stage", "fsdp", "ep"), (AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         params = jax.vmap(lambda key: moax.init(key, CONFIG, axes=AXES))(jax.random.split(jax.random.key(0), STAGES))
-        specs = jax.tree.map(lambda of: P("stage", *of), moax.param_specs(CONFIG, AXES))
-        params = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, specs)
+        specs = jax.tree.map(lambda spec: P("stage", *spec), moax.param_specs(CONFIG, AXES))
+        params = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), params, specs)
         x = jax.random.normal(jax.random.key(1), (MICROBATCHES, count, 16, CONFIG.d_model))
 
         def staged(params):

@@ -37,11 +37,11 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"{ours} are those of python -m lm train; leave them out")
     program.start(args.cpu_devices)
     config = command.train_config(args)
-    at = args.at if args.at is not None else (config.steps + 1) // 2
-    if not config.steps <= 2 * at < 2 * config.steps:
+    step = args.at if args.at is not None else (config.steps + 1) // 2
+    if not config.steps <= 2 * step < 2 * config.steps:
         half = (config.steps + 1) // 2
-        raise ValueError(f"--at {at} must be at least {half}, half of --steps, and below --steps {config.steps}")
-    config = dataclasses.replace(config, save_every=at)
+        raise ValueError(f"--at {step} must be at least {half}, half of --steps, and below --steps {config.steps}")
+    config = dataclasses.replace(config, save_every=step)
     arms = {text: arm_config(config, text) for text in args.arm}
     check_comparable(config, arms)
     command_line = shlex.join(part.rsplit("/", 1)[-1] if part.startswith("/") else part for part in argv)

@@ -225,7 +225,7 @@ def kernels(
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
-        for wanted in ({}, {"rows": False}, {"columns": False}):
+        for wanted in ({}, {"fprop_or_dgrad": False}, {"wgrad": False}):
             gathered = [((512, width), BF16), ((ROWS,), I32), sizes]
             quantize_them = functools.partial(quantize_gathered, **wanted)
             yield f"quantize_rows {width} gathered {wanted}", quantize_them, gathered

@@ -1,6 +1,7 @@
 """The rules of structure, one test a rule: who may import whom, and what only one place may do.
 
-Covers: every file of src/moax and lm/, the imports of tests/, and the length of the files of benchmarks/.
+Covers: every file of src/moax and lm/, the imports of tests/, the length of the files of benchmarks/, and the names of
+variables in these and in scripts/ and examples/.
 docs/design.md draws its layers from RANKS.
 """
 
@@ -26,6 +27,7 @@ FILES = sorted(SRC.rglob("*.py"))
 LM = sorted((ROOT / "lm").rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PROGRAMS = sorted(path for folder in ("scripts", "examples") for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 500  # an alarm, no goal
 
 # A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
@@ -67,8 +69,9 @@ CORE = ("block/", "mesh/", "ops/", "exchange/", "kernels/")
 # lines of code, and the share of lines of code over 100 columns; then the arguments that nine of ten functions of
 # block/ stay within. Docstrings, comments and blanks are no code.
 PAIRS, CONDITIONALS, WIDE, ARGUMENTS = 10, 30, 0.03, 6
-# Words that say nothing of a value.
+# Words that say nothing of a value, and what stands around one where Python may bind it.
 VAGUE = {"found", "given", "made", "kept", "some", "most", "more", "at", "of", "how"}
+BINDS_VAGUE = re.compile(rf"\b({'|'.join(VAGUE)})\b\s*([=,:)\]]|in\b)|\b(def|class|as)\s+({'|'.join(VAGUE)})\b")
 # English that hides the subject of a sentence, and what to write.
 PHRASES = {
     r"\b(is that|are those) of\b": "name the thing: `None means the dtype of x`",
@@ -155,9 +158,9 @@ def but(*allowed: str) -> Iterator[Path]:
     return (path for path in FILES if not path.relative_to(SRC).as_posix().startswith(allowed))
 
 
-def none_of(found: Iterator[tuple[Path, ast.AST, str]], rule: str) -> None:
-    """Fails with every place that was found."""
-    bad = [f"{where(path, node)}: {what}" for path, node, what in found]
+def none_of(violations: Iterator[tuple[Path, ast.AST, str]], rule: str) -> None:
+    """Fails with every violation: its place, and what is wrong there."""
+    bad = [f"{where(path, node)}: {what}" for path, node, what in violations]
     assert not bad, f"{rule}:\n" + "\n".join(bad)
 
 
@@ -217,7 +220,7 @@ def test_an_op_file_has_its_parts_in_order():
     """Breaks if the user's function of an op does not come first, after the classes of its static arguments."""
     exported = {alias for _, _, alias in imports(SRC / "ops" / "__init__.py")}
 
-    def found() -> Iterator[tuple[Path, ast.AST, str]]:
+    def list_misplaced() -> Iterator[tuple[Path, ast.AST, str]]:
         for path in (path for path in FILES if module(path).startswith("moax.ops.")):
             inner = False
             for node in tree(path).body:
@@ -226,15 +229,15 @@ def test_an_op_file_has_its_parts_in_order():
                 inner |= isinstance(node, ast.FunctionDef) and node.name.startswith("_")
                 inner |= isinstance(node, ast.Assign) and "Op(" in ast.unparse(node.value)
 
-    none_of(found(), "classes, then what users call, then the local functions and the ops")
+    none_of(list_misplaced(), "classes, then what users call, then the local functions and the ops")
 
 
 def test_an_implementation_has_every_function():
     """Breaks if an implementation lacks a function of `Kernels`, or one takes other arguments, which only a call on its
     own machine would show; or if moax calls a function that `Kernels` does not have."""
     nodes = (node for path in but("kernels/") for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
-    of = re.compile(r"(implementation\(.*\)|local|kernels)$")
-    called = {node.attr for node in nodes if of.match(ast.unparse(node.value))}
+    receiver = re.compile(r"(implementation\(.*\)|local|kernels)$")
+    called = {node.attr for node in nodes if receiver.match(ast.unparse(node.value))}
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     modules = {name: implementation(name) for name in IMPLEMENTATIONS}
     assert not called & set(vars(modules[DEFAULT])) - set(functions) and len(called & set(functions)) > 10
@@ -288,36 +291,67 @@ def test_code_has_air():
     assert counts[int(0.9 * len(counts))] <= ARGUMENTS
 
 
+def bound_name(node: ast.AST) -> str | None:
+    """The name that a node binds: of a variable, parameter, function or class, or the one after `as`."""
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) else None
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.alias):
+        return node.asname
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+        return node.name
+    return None
+
+
+def public_names(scope: ast.Module | ast.ClassDef) -> Iterator[ast.AST]:
+    """The parameters of public functions and the fields of classes, which belong to the interface."""
+    for node in scope.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(scope, ast.ClassDef):
+            yield node.target
+        elif isinstance(node, ast.FunctionDef) and not re.match("_[^_]", node.name):
+            yield from ast.walk(node.args)
+        elif isinstance(node, ast.ClassDef):
+            yield from public_names(node)
+
+
+def vague_names(path: Path) -> Iterator[tuple[Path, ast.AST, str]]:
+    """Every name of VAGUE that a file binds, but for the interface of src/moax and the fields of other classes."""
+    text = path.read_text(encoding="utf-8")
+    # Most files bind no such name, and need no tree.
+    if not BINDS_VAGUE.search(text):
+        return
+    module = ast.parse(text)
+    in_library = path in FILES
+    allowed = {id(node) for node in public_names(module) if in_library or not isinstance(node, ast.arg)}
+    for node in ast.walk(module):
+        if bound_name(node) in VAGUE and id(node) not in allowed:
+            yield path, node, bound_name(node) or ""
+
+
 def test_a_variable_says_what_it_holds():
-    """Breaks if a local variable has a name of VAGUE; parameters and fields, whose owners say more, may."""
-    wrong = []
-    for path in FILES:
-        for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            parameters = {arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg)}
-            for node in ast.walk(function):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE - parameters:
-                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}")
-    assert not wrong, wrong
+    """Breaks if a variable, a function or a parameter has a name of VAGUE; the interface of src/moax and fields, whose
+    owners say more, may."""
+    paths = [*FILES, *LM, *BENCHMARKS, *TESTS, *PROGRAMS]
+    none_of((place for path in paths for place in vague_names(path)), "a name says what the value is")
 
 
 def test_a_sentence_names_its_subject():
     """Breaks if a docstring or a comment has a phrase of PHRASES."""
-    found = []
+    violations = []
     for path in but("hf/", "estimate/", "inspect/"):
         text = path.read_text(encoding="utf-8")
         for phrase, instead in PHRASES.items():
             flat = re.compile(phrase.replace(" ", r"\s+(?:#\s+)?"))
             lines = (text.count("\n", 0, match.start()) + 1 for match in flat.finditer(text))
-            found += [f"{path.relative_to(ROOT)}:{line}: {instead}" for line in lines]
-    assert not found, "\n".join(found)
+            violations += [f"{path.relative_to(ROOT)}:{line}: {instead}" for line in lines]
+    assert not violations, "\n".join(violations)
 
 
 def test_the_language_model_imports_public_names():
     """Breaks if lm/ reads as no program of a user's, since it imports what moax does not show."""
-    found = ((path, node, module, name) for path in LM for node, module, name in imported_names(path))
-    ours = ((path, node, module, name) for path, node, module, name in found if module.split(".")[0] == "moax")
+    imported = ((path, node, module, name) for path in LM for node, module, name in imported_names(path))
+    ours = ((path, node, module, name) for path, node, module, name in imported if module.split(".")[0] == "moax")
     none_of(
         ((path, node, f"{module}: {name}") for path, node, module, name in ours
          if module not in PUBLIC or name.startswith("_")),
@@ -385,14 +419,14 @@ def test_only_kernels_know_the_implementations():
 def test_dependencies():
     """Breaks if the library needs more than a plain `pip install moax` brings, but for the layers of flax."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
-    found = ((p, node, name) for p in but("layers.py", "adapters/") for node, name, _ in imports(p))
-    none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
+    imported = ((p, node, name) for p in but("layers.py", "adapters/") for node, name, _ in imports(p))
+    none_of((f for f in imported if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
 
 
 def test_adapters_stay_apart():
     """Breaks if a file of moax needs an adapter, or an adapter imports a framework when it is imported itself."""
-    found = ((path, node, name) for path in but("adapters/") for node, name in imported_modules(path))
-    none_of((f for f in found if part(f[2]) == "adapters"), "only users import moax.adapters")
+    imported = ((path, node, name) for path in but("adapters/") for node, name in imported_modules(path))
+    none_of((f for f in imported if part(f[2]) == "adapters"), "only users import moax.adapters")
     inside = sorted((SRC / "adapters").glob("*.py"))
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
     named = [(path, node, name) for path in inside for node, name, _ in imports(path)]
@@ -403,8 +437,8 @@ def test_adapters_stay_apart():
 
 def test_no_check_is_an_assert():
     """Breaks if a check vanishes under `python -O`."""
-    found = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
-    none_of(found, "raise a ValueError that names argument, value and what would do")
+    assertions = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
+    none_of(assertions, "raise a ValueError that names argument, value and what would do")
 
 
 def run(code: str, path: Path = SRC.parent) -> str:
@@ -433,9 +467,9 @@ def test_modules_import_alone_and_by_their_names():
         "    importlib.import_module(name)\n"
         "    if xla_bridge.backends_are_initialized(): sys.exit(print(name, 'starts the backend'))\n"
         f"for name in {sorted(MODULES)}:\n"
-        "    found = {}\n"
-        "    exec(f'import {name} as m', found)\n"
-        "    if not isinstance(found['m'], types.ModuleType): print(name, 'is hidden by', found['m'])\n"
+        "    names = {}\n"
+        "    exec(f'import {name} as m', names)\n"
+        "    if not isinstance(names['m'], types.ModuleType): print(name, 'is hidden by', names['m'])\n"
     ).strip()
     assert not said, said
 
@@ -481,21 +515,21 @@ def test_import_of_a_test_needs_one_device():
         if isinstance(call, ast.Call)
     )
     names = ((path, call, ast.unparse(call.func).split(".")[-1]) for path, call in of_import)
-    found = (
+    meshes = (
         (path, call, name)
         for path, call, name in names
         if name in ("make_mesh", "mesh_with") and ast.unparse(call.args[0]) != "(1, 1)"
     )
-    none_of(found, "make a mesh of several devices inside of a test, or an AbstractMesh")
+    none_of(meshes, "make a mesh of several devices inside of a test, or an AbstractMesh")
 
 
 def test_no_test_imports_another():
     """Breaks if a helper of two test files is in one of them: it belongs to tests/support."""
     names = {path.stem for path in TESTS if path.stem.startswith("test_")}
-    found = (
+    imported = (
         (path, node, name) for path in TESTS for node, name, _ in imported_names(path) if name.split(".")[0] in names
     )
-    none_of(found, "put what two test files need into tests/support")
+    none_of(imported, "put what two test files need into tests/support")
 
 
 def imported_names(path: Path) -> Iterator[tuple[ast.stmt, str, str]]:

@@ -89,8 +89,9 @@ class How:
     @property
     def sizes(self) -> dict[str, int]:
         """The axis sizes; a mesh always has fsdp and ep, since the layer of PyTorch names them."""
-        given = dict(self.mesh)
-        return {name: given.get(name, 1) for name in ROLES if self.mesh and (name in given or name in ("fsdp", "ep"))}
+        mesh_sizes = dict(self.mesh)
+        names = (name for name in ROLES if name in mesh_sizes or name in ("fsdp", "ep"))
+        return {name: mesh_sizes.get(name, 1) for name in names if self.mesh}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -121,33 +122,33 @@ class How:
 
 def rows(
     blocks: list[Block],
-    hows: list[How],
+    variants: list[How],
     repeats: Repeats,
-    found: dict[str, Any],
+    peaks: dict[str, Any],
     tokens: tuple[int, ...] | None = None,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens."""
-    first = hows[0]
+    first = variants[0]
     first.check()
     layers = [(first, peer, "none") for peer in first.peers]
     layers += [(first, TORCH, ROWWISE)] if TORCH in first.peers and set(first.recipes) - {"none"} else []
-    layers += [(how, OURS, recipe) for how in hows for recipe in how.recipes]
+    layers += [(variant, OURS, recipe) for variant in variants for recipe in variant.recipes]
     workers = [
-        ((block, how, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens)))
+        ((block, variant, impl, recipe), Worker(WORKERS[impl], variant.request(block, recipe, repeats, tokens)))
         for block in blocks
-        for how, impl, recipe in layers
+        for variant, impl, recipe in layers
     ]
     known: dict[tuple[str, str], dict[tuple[str, str], Row]] = defaultdict(dict)
-    for (block, how, impl, recipe), answer in answers(workers):
-        for row in direction_rows(block, recipe, answer, found):
+    for (block, variant, impl, recipe), answer in answers(workers):
+        for row in direction_rows(block, recipe, answer, peaks):
             row.impl = answer.get("impl", impl)
-            row.case = f"{row.case}{how}"
-            if how.mesh:
-                row.extra |= {"mesh": how.sizes}
-                row.extra |= how.options if impl == OURS else {}
+            row.case = f"{row.case}{variant}"
+            if variant.mesh:
+                row.extra |= {"mesh": variant.sizes}
+                row.extra |= variant.options if impl == OURS else {}
             beside(row, known[row.case, row.direction])
-            if how.mesh and impl == OURS:
-                row.case += f" {how.exchange}"
+            if variant.mesh and impl == OURS:
+                row.case += f" {variant.exchange}"
             yield row
 
 
@@ -156,15 +157,15 @@ def beside(row: Row, known: dict[tuple[str, str], Row]) -> None:
     if row.us and row.impl != OURS:
         known[row.impl, row.recipe] = row
     elif row.us:
-        alike = {of[0] if of[1] == "none" else " ".join(of): known[of] for of in known
-                 if row.recipe != "none" or of[1] == "none"}  # fmt: skip
+        alike = {key[0] if key[1] == "none" else " ".join(key): known[key] for key in known
+                 if row.recipe != "none" or key[1] == "none"}  # fmt: skip
         row.peers = {name: (peer.us or 0.0) / row.us for name, peer in alike.items()}
         ours, theirs = row.extra.get("kernel_us"), {name: peer.extra.get("kernel_us") for name, peer in alike.items()}
         if ratios := {name: us / ours for name, us in theirs.items() if ours and us}:
             row.extra["kernel_peers"] = ratios
 
 
-def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
+def direction_rows(block: Block, recipe: str, answer: dict, peaks: dict[str, Any]) -> Iterator[Row]:
     """Yields the rows of forward, and of forward with backward, from a worker's answer for one number of tokens."""
     config, tokens = block.config, answer["tokens"]
     forward = 6 if config.gates == 2 else 4
@@ -173,6 +174,6 @@ def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any
         row = Row("block", f"{block.name} T{tokens}", direction, recipe=recipe, note=answer.get("note", ""))
         if measured := answer.get(direction):
             row.us, row.method, row.path = measured["us"], "wall", measured["path"]
-            limits.rate(row, found, factor * work)
+            limits.rate(row, peaks, factor * work)
             row.extra = {**measured, **answer["memory"], "block_note": block.note}
         yield row

@@ -55,7 +55,7 @@ class Case:
       config: the block.
       tokens: T.
       recipe, buffer_factor: options of `moax.moe`.
-      given: None, "experts", or "weights" for experts with weights: what the caller gives in place of a routing.
+      routing: None, "experts", or "weights" for experts with weights: what the caller gives in place of a routing.
       masked: whether there is a mask; tokens of padding are full of NaN.
       quantized: whether `moax.quantize_params` quantizes the weights.
       remat: whether `jax.checkpoint` is around the block.
@@ -70,7 +70,7 @@ class Case:
     tokens: int
     recipe: str | None
     buffer_factor: float | None
-    given: str | None
+    routing: str | None
     masked: bool
     quantized: bool
     remat: bool
@@ -90,7 +90,7 @@ class Case:
         words: list[str] = [f"{self.recipe or 'bf16'} {sizes}", str(c.activation)]
         words += [f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
         words += [f"buffer={self.buffer_factor}"] * (self.buffer_factor != 1.25)
-        words += [f"given={self.given}"] * (self.given is not None)
+        words += [f"routing={self.routing}"] * (self.routing is not None)
         words += [str(self.layout)] * (self.layout is not None)
         flags = dict(bias=c.use_bias, mask=self.masked, quantized=self.quantized, remat=self.remat)
         return " ".join([*words, *(name for name, on in flags.items() if on)])
@@ -146,7 +146,7 @@ def draw(seed: int, tiny: bool = False) -> Case:
         tokens=tokens,
         recipe=recipe,
         buffer_factor=BUFFER_FACTORS[rng.integers(len(BUFFER_FACTORS))] if chance(0.5) else 1.25,
-        given=str(rng.choice(["experts", "weights"])) if chance(0.4) else None,
+        routing=str(rng.choice(["experts", "weights"])) if chance(0.4) else None,
         masked=chance(0.4),
         quantized=recipe is not None and chance(0.4),
         remat=chance(0.3),
@@ -193,10 +193,10 @@ def make_inputs(case: Case, index: int) -> tuple[str, dict[str, Any]]:
     ids = None
     weights = None
     mask = None
-    if case.given:
+    if case.routing:
         noise = rng.gumbel(size=(layers, case.tokens, c.num_experts)) + 2 * logits
         ids = np.argsort(-noise, axis=-1)[..., : c.top_k].astype(np.int32)
-        if case.given == "weights":
+        if case.routing == "weights":
             share = float(rng.choice([0.0, 0.1, 0.9]))
             ids = np.where(rng.random(ids.shape) < share, c.num_experts, ids).astype(np.int32)
             weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)

@@ -48,7 +48,7 @@ def make_case(name: str, tiny: bool) -> tuple[Case, int]:
         tokens=tokens,
         recipe=recipe,
         buffer_factor=1.25,
-        given=None,
+        routing=None,
         masked=False,
         quantized=False,
         remat=False,

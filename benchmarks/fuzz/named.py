@@ -44,7 +44,7 @@ def make_case(name: str, devices: int, tiny: bool) -> Case:
         tokens=tokens,
         recipe=RECIPES[recipe],
         buffer_factor=1.25,
-        given="experts" if load != "equal" else None,
+        routing="experts" if load != "equal" else None,
         masked=False,
         quantized=False,
         remat=False,

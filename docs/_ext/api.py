@@ -38,10 +38,10 @@ def on_signature(app, what, name, obj, options, signature, returns):
     except (OSError, TypeError, SyntaxError):
         return None
     if isinstance(node, ast.ClassDef):
-        made = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
-        if not made:
+        constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        if not constructors:
             return f"({', '.join(ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign))})", None
-        node = made[0]
+        node = constructors[0]
     if not isinstance(node, ast.FunctionDef):
         return None
     if node.args.args and node.args.args[0].arg in ("self", "cls"):
@@ -91,13 +91,13 @@ def on_page(app, doctree: nodes.document) -> None:
 def contents(listed: dict[str, list[nodes.reference]]) -> nodes.bullet_list:
     """Returns a list with an item for each section, its title and links, and for each link before the sections."""
     rows = [("", [link]) for link in listed.get("", [])] + [(f"{title}: ", listed[title]) for title in listed if title]
-    found = nodes.bullet_list(classes=["on-this-page"])
+    sections = nodes.bullet_list(classes=["on-this-page"])
     for title, links in rows:
         text = nodes.paragraph("", title)
         for i, link in enumerate(links):
             text += [nodes.Text(", " * bool(i)), link]
-        found += nodes.list_item("", text)
-    return found
+        sections += nodes.list_item("", text)
+    return sections
 
 
 def is_formula(out: list[str]) -> bool:

@@ -54,10 +54,8 @@ class Help(Live):
         from moax.__main__ import estimate_parser
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
-        found = {"benchmarks": parser, "lm-train": command.parser, "moax-estimate": estimate_parser}[
-            self.arguments[0]
-        ]()
-        return literal(found.format_help().rstrip(), "text")
+        parsers = {"benchmarks": parser, "lm-train": command.parser, "moax-estimate": estimate_parser}
+        return literal(parsers[self.arguments[0]]().format_help().rstrip(), "text")
 
 
 class WireTable(Live):
@@ -69,8 +67,8 @@ class WireTable(Live):
         recipes = list(dict.fromkeys(row["recipe"] for row in rows))
         head = ["block", *("unquantized" if r is None else r for r in recipes)]
         body = [
-            [model, *(f"{of[r]:,}" + (f" ({of[r] / of[None]:.3f})" if r else "") for r in recipes)]
-            for model, of in by_model.items()
+            [model, *(f"{counts[r]:,}" + (f" ({counts[r] / counts[None]:.3f})" if r else "") for r in recipes)]
+            for model, counts in by_model.items()
         ]
         return table(head, body)
 
@@ -98,10 +96,10 @@ class Layers(Live):
         (written,) = (
             node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS"
         )
-        found = eval(compile(ast.Expression(written), str(ARCHITECTURE), "eval"))  # a dict of names and numbers
-        there = [n for n in found if n == "moax" or (SRC / n).exists() or (SRC / f"{n}.py").exists()]
-        ranks = sorted({found[n] for n in there}, reverse=True)
-        layers = [" ".join(n for n in there if found[n] == rank) for rank in ranks]
+        rank_of = eval(compile(ast.Expression(written), str(ARCHITECTURE), "eval"))  # a dict of names and numbers
+        there = [n for n in rank_of if n == "moax" or (SRC / n).exists() or (SRC / f"{n}.py").exists()]
+        ranks = sorted({rank_of[n] for n in there}, reverse=True)
+        layers = [" ".join(n for n in there if rank_of[n] == rank) for rank in ranks]
         width = max(map(len, layers))
         rule = "+" + "-" * (width + 2) + "+"
         text = [line for layer in layers for line in (rule, f"| {layer:{width}} |")] + [rule]

@@ -42,9 +42,9 @@ def main(gpus: bool, keep: bool, sha: str | None = None) -> None:
     with contextlib.redirect_stdout(io.StringIO()) if keep else contextlib.nullcontext() as printed:
         exec(compile(program(), str(PAGE), "exec"), names)
     if printed is not None:
-        kept = origin(names["mesh"].size, sha) + "\n" + printed.getvalue()
-        PAGE.with_name("layer_gpus.txt").write_text(kept, encoding="utf-8")
-        print(kept)
+        record = origin(names["mesh"].size, sha) + "\n" + printed.getvalue()
+        PAGE.with_name("layer_gpus.txt").write_text(record, encoding="utf-8")
+        print(record)
 
 
 if __name__ == "__main__":

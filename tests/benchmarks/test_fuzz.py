@@ -21,7 +21,7 @@ def test_cases_are_of_every_kind():
     for name, kinds in (
         ("recipe", 3),
         ("way", 3),
-        ("given", 3),
+        ("routing", 3),
         ("buffer_factor", 6),
         ("quantized", 2),
         ("remat", 2),

@@ -24,8 +24,8 @@ def ticks(intervals) -> set[int]:
     return {t for start, end in intervals for t in range(start, end)}
 
 
-def some_intervals(rng, most: int = 8, span: int = 30) -> list[tuple[int, int]]:
-    starts = rng.integers(0, span, rng.integers(0, most))
+def some_intervals(rng, count_limit: int = 8, span: int = 30) -> list[tuple[int, int]]:
+    starts = rng.integers(0, span, rng.integers(0, count_limit))
     return [(int(start), int(start + rng.integers(0, span // 3))) for start in starts]
 
 

@@ -238,7 +238,7 @@ OURS = [("block_worker", "none"), ("block_worker", "fp8_block")]
 
 
 @pytest.mark.parametrize(
-    ("how", "asked", "peers"),
+    ("settings", "asked", "peers"),
     [
         (
             block.How((("ep", 2),), peers=("torch",)),
@@ -259,11 +259,11 @@ OURS = [("block_worker", "none"), ("block_worker", "fp8_block")]
     ],
     ids=["torch", "torch in bf16", "sonic", "moax"],
 )
-def test_rows_of_peers(how, asked, peers, monkeypatch, capsys):
+def test_rows_of_peers(settings, asked, peers, monkeypatch, capsys):
     """Breaks if a peer is not measured before ours, by its own process, or if our bf16 is compared with its fp8."""
     monkeypatch.setattr(block, "Worker", Said)
     monkeypatch.setattr(Said, "asked", [])
-    rows = [row for row in block.rows(list(block.TINY), [how], Repeats(1, 1), {}) if row.direction == "fwd"]
+    rows = [row for row in block.rows(list(block.TINY), [settings], Repeats(1, 1), {}) if row.direction == "fwd"]
     assert Said.asked == asked and [row.peers for row in rows] == peers
     names = {"sonic": "sonic-moe 0.1", "torch_block": "torch", "block_worker": "moax"}
     expected = [(names[who], recipe) for who, recipe in asked]
@@ -271,4 +271,4 @@ def test_rows_of_peers(how, asked, peers, monkeypatch, capsys):
     assert rows[0].path == "compiled" and rows[0].note == "a note"
     report.show({"device": "", "limits": {}}, rows)
     said = capsys.readouterr().out
-    assert ("event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said) == ("sonic" in how.peers)
+    assert ("event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said) == ("sonic" in settings.peers)

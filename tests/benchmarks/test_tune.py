@@ -62,10 +62,10 @@ def test_group_sizes(case):
 class Late:
     """An output that knows whether it was awaited."""
 
-    awaited = made = 0
+    awaited = instances = 0
 
     def __init__(self):
-        Late.made += 1
+        Late.instances += 1
 
     def block_until_ready(self):
         Late.awaited += 1
@@ -74,10 +74,10 @@ class Late:
 @pytest.mark.parametrize("time", [kernel_time, call_time])
 def test_timing_awaits_every_output(time):
     """A call whose output is not awaited is timed as its launch."""
-    Late.awaited = Late.made = 0
+    Late.awaited = Late.instances = 0
     timing = time(lambda: {"a": Late(), "b": [Late()]}, (), Repeats(2, 10))
     assert timing.us > 0 and timing.method == "wall"
-    assert Late.awaited == Late.made >= 2 * 12
+    assert Late.awaited == Late.instances >= 2 * 12
 
 
 def test_quantized_operands(problem):

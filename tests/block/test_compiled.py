@@ -22,7 +22,7 @@ from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import RECIPES
-from support import TOKENS, gather_counts, make_mesh, size, some, spec
+from support import TOKENS, gather_counts, make_mesh, mark_rest, size, spec
 from support.gpus import pretend
 
 CONFIG = moax.MoEConfig(d_model=256, d_ff=384, num_experts=8, top_k=2, use_bias=True)
@@ -35,7 +35,7 @@ def of_one_round(*program, **options) -> list[inspect.Collective]:
 
 
 @functools.cache
-def found(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
+def find_collectives(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
     """The collectives of loss and gradients, and the abstract parameters."""
     mesh = make_mesh("2x4", way)
     axes = moax.Axes(fsdp_dim=fsdp_dim)
@@ -71,13 +71,13 @@ PROGRAMS = [
     ("custom_partitioning", "fp8_block", "experts", "all_gather"),
     ("explicit", "mxfp8", "experts", "all_to_all"),
 ]
-CASES = pytest.mark.parametrize(("way", "recipe", "fsdp_dim", "exchange"), some(PROGRAMS, 1))
+CASES = pytest.mark.parametrize(("way", "recipe", "fsdp_dim", "exchange"), mark_rest(PROGRAMS, 1))
 
 
 @CASES
 def test_weights_cross_as_bytes(way, recipe, fsdp_dim, exchange):
     """Breaks if a weight is gathered before it is quantized, or a compiler widens the bytes."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     inspect.assert_no_wide_weight_gather(collectives, weights=(params.wi, params.wo))
     gathers = inspect.weight_gathers(collectives, axes="fsdp")
     data = [c for c in gathers if c.dtype == "uint8" and c.bytes >= params.wo.size // 8]
@@ -93,14 +93,17 @@ def test_weights_cross_as_bytes(way, recipe, fsdp_dim, exchange):
 @pytest.mark.more
 def test_gathered_bytes_are_half():
     """Breaks if the scales grow past a sixteenth of the bytes, or something else is gathered beside the weights."""
-    plain = inspect.total_bytes(inspect.weight_gathers(found("explicit", None)[0], axes="fsdp"))
-    assert inspect.total_bytes(inspect.weight_gathers(found("explicit", "fp8_block")[0], axes="fsdp")) <= 0.53 * plain
+    plain = inspect.total_bytes(inspect.weight_gathers(find_collectives("explicit", None)[0], axes="fsdp"))
+    assert (
+        inspect.total_bytes(inspect.weight_gathers(find_collectives("explicit", "fp8_block")[0], axes="fsdp"))
+        <= 0.53 * plain
+    )
 
 
 @CASES
 def test_weight_gradients_are_reduce_scattered(way, recipe, fsdp_dim, exchange):
     """Breaks if a whole weight's gradient is all-reduced over fsdp, then sliced, or travels wider than x is."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     assert not [c for c in collectives if c.kind == "all-reduce" and "fsdp" in c.axes and c.size >= params.wo.size // 8]
     assert {c.dtype for c in collectives if c.kind == "reduce-scatter" and c.axes == ("fsdp",)} == {"bfloat16"}
 
@@ -109,7 +112,7 @@ def test_weight_gradients_are_reduce_scattered(way, recipe, fsdp_dim, exchange):
 def test_activations_cross_by_the_exchange_alone(way, recipe, fsdp_dim, exchange):
     """Breaks if the compiler gathers tokens, logits or saved activations over any axis: over ep there are the
     exchange's own transfers of T / 2 tokens, and over fsdp nothing of the size of a row block."""
-    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    collectives, params = find_collectives(way, recipe, fsdp_dim, exchange)
     weights = inspect.weight_gathers(collectives, axes="fsdp")
     others = [c for c in collectives if c not in weights and c.kind != "reduce-scatter"]
     gathers = [c for c in others if c.kind == "all-gather"]
@@ -236,7 +239,7 @@ def shards_with(jaxpr, collective: str) -> list:
     return [op for op in ops if any(eqn.primitive.name == collective for eqn in op.params["jaxpr"].eqns)]
 
 
-@pytest.mark.parametrize("recipe", some(["fp8_block", None], 1))
+@pytest.mark.parametrize("recipe", mark_rest(["fp8_block", None], 1))
 def test_the_weight_that_is_read_first_crosses_first(recipe):
     """Breaks if both gathers of a direction wait for the same data, or none does: collectives run in the order of their
     starts, and the first product would wait for both weights. Breaks too if a scattered gradient leaves its op as it

@@ -19,7 +19,7 @@ from flax import linen, nnx
 import moax.linen
 import moax.nnx
 from moax.ops import dense
-from support import TOKENS, make_mesh, put, random, rel_error, some, spec
+from support import TOKENS, make_mesh, mark_rest, put, random, rel_error, spec
 
 pytestmark = pytest.mark.loose
 
@@ -77,7 +77,7 @@ def loss(apply, values, x):
 
 @pytest.mark.parametrize(
     "options",
-    some(
+    mark_rest(
         [
             dict(bias_init=BIAS),
             dict(use_bias=False, kernel_init=BIAS),
@@ -110,7 +110,7 @@ def test_without_a_recipe_it_is_flax(library, options):
         assert one.dtype == other.dtype and rel_error(one, other) < tolerance
 
 
-@pytest.mark.parametrize("way", some(("explicit", "custom_partitioning", "shard_map", "none"), 1))
+@pytest.mark.parametrize("way", mark_rest(("explicit", "custom_partitioning", "shard_map", "none"), 1))
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_on_mesh(library, way):
     """Breaks if an option is not passed on, a layer made under a mesh has other values or another layout than
@@ -140,7 +140,7 @@ def test_on_mesh(library, way):
         assert tuple(said)[0] == ("fsdp", "ep")
 
 
-@pytest.mark.parametrize("way", some(("custom_partitioning", "explicit"), 1))
+@pytest.mark.parametrize("way", mark_rest(("custom_partitioning", "explicit"), 1))
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_logical_names(library, way):
     """Breaks if the rules of flax do not decide the layout, tp is gathered, or a name without a rule passes."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import moax
-from support import TOKENS, make_mesh, make_params, put, random, rel_norm, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, put, random, rel_norm, spec
 from support.block import QUANTIZED
 from support.gpus import pretend
 
@@ -45,7 +45,7 @@ BLOCKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "options"), some(BLOCKS, 2))
+@pytest.mark.parametrize(("fields", "options"), mark_rest(BLOCKS, 2))
 @pytest.mark.parametrize("kernels", ["xla", "hopper"])
 def test_block(monkeypatch, kernels, fields, options):
     """Breaks if a block makes an array of size 0, such as the product of a group without rows."""
@@ -124,7 +124,7 @@ def test_all_policies_are_named():
 
 @pytest.mark.parametrize(
     ("way", "recipe", "policy"),
-    some(
+    mark_rest(
         [
             ("explicit", None, "dots_saveable"),
             ("shard_map", "fp8_block", "dots_with_no_batch_dims_saveable"),

@@ -19,7 +19,7 @@ from moax import Axes, inspect
 from moax.mesh.specs import find_mesh_view
 from moax.ops.weights import USES, GatherSpec, WeightSpec, gather_quantized, gather_weight, quantize_weight
 from moax.recipe import get_recipe
-from support import TOKENS, make_mesh, make_params, put, random, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, put, random, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
 WITHOUT_BIAS = dataclasses.replace(CONFIG, use_bias=False)
@@ -69,11 +69,11 @@ def place(mesh, axes: Axes, config=CONFIG):
 
 def find_gathers(program) -> list:
     """The gathers of the weights' values, which a step in microbatches has in its loop or before it."""
-    found = inspect.weight_gathers(inspect.collectives(program))
-    return [c for c in found if np.prod(c.shape) >= CONFIG.d_model * CONFIG.d_ff]
+    gathers = inspect.weight_gathers(inspect.collectives(program))
+    return [c for c in gathers if np.prod(c.shape) >= CONFIG.d_model * CONFIG.d_ff]
 
 
-@pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), some(CASES, 1))
+@pytest.mark.parametrize(("mesh", "way", "recipe", "dim", "buffer_factor"), mark_rest(CASES, 1))
 def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_factor):
     """Breaks if a device multiplies by another shard's bytes or scales, also in overflow rounds, or if a gradient does
     not lie as its parameter."""
@@ -95,13 +95,13 @@ def test_bits_are_those_of_calls_that_gather(mesh, way, recipe, dim, buffer_fact
         assert data.shape == w.shape
         assert getattr(got[2], name).sharding.is_equivalent_to(w.sharding, w.ndim)
         if on is not None:
-            kept = {"ep", "tp"}.intersection(on.axis_names)
-            assert data.addressable_shards[0].data.size == w.size // np.prod([on.shape[name] for name in kept])
+            split_axes = {"ep", "tp"}.intersection(on.axis_names)
+            assert data.addressable_shards[0].data.size == w.size // np.prod([on.shape[name] for name in split_axes])
 
 
 @pytest.mark.parametrize(
     ("way", "recipe", "uses"),
-    some([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
+    mark_rest([("custom_partitioning", "mxfp8", 2), ("explicit", "fp8_block", 1), ("custom_partitioning", None, 1)], 1),
 )
 def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     """Breaks if a microbatch gathers a weight, if XLA moves a gather into the loop, if a gradient is not scattered in
@@ -124,7 +124,7 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
             jax.jit(functools.partial(step, gather=gather)).lower(params, parts).compile() for gather in (False, True)
         ]
         each, once = map(find_gathers, programs)
-        kept, gathered = (program(params, parts) for program in programs)
+        sharded, gathered = (program(params, parts) for program in programs)
     # XLA may move the gather of wi for forward, which waits for nothing, out of the loop by itself.
     assert sum(c.times == MICROBATCHES for c in each) >= 3
     # The kernels of XLA have equal bytes for both uses where blocks are square, and XLA gathers them once.
@@ -138,10 +138,10 @@ def test_each_weight_is_gathered_once_a_step(way, recipe, uses):
     scatters = [inspect.weight_scatters(inspect.collectives(program)) for program in programs]
     assert sorted((c.shape, c.times) for c in scatters[0]) == sorted((c.shape, c.times) for c in scatters[1])
     assert {c.times for c in scatters[1]} == {MICROBATCHES}
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
-@pytest.mark.parametrize("absent", some([(True,), (False,)], 1))
+@pytest.mark.parametrize("absent", mark_rest([(True,), (False,)], 1))
 def test_in_a_shard_map_of_the_caller(absent):
     """Breaks if a whole weight does not fit the shard of its parameter, or types lose the axes that operands vary over:
     `check_vma` then refuses the gradient."""
@@ -162,7 +162,7 @@ def test_in_a_shard_map_of_the_caller(absent):
     with jax.set_mesh(mesh):
         params, x = place(mesh, Axes(), WITHOUT_BIAS)
         specs = moax.param_specs(WITHOUT_BIAS)
-        kept, gathered = (
+        sharded, gathered = (
             jax.jit(
                 jax.shard_map(
                     functools.partial(gradient, gather=gather), in_specs=(layout, specs), out_specs=(layout, specs)
@@ -170,7 +170,7 @@ def test_in_a_shard_map_of_the_caller(absent):
             )(x, params)
             for gather in (False, True)
         )
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
 @pytest.mark.more
@@ -185,7 +185,7 @@ def test_in_a_shard_map_over_another_axis():
     with jax.set_mesh(mesh):
         params = put(mesh, moax.param_specs(CONFIG, Axes(other="stage")), PARAMS)
         x = jax.device_put(random(1, 2, 64, 256), NamedSharding(mesh, P("stage", ("fsdp", "ep"))))
-        kept, gathered = (
+        sharded, gathered = (
             jax.jit(
                 jax.shard_map(
                     functools.partial(gradient, gather=gather),
@@ -196,10 +196,10 @@ def test_in_a_shard_map_over_another_axis():
             )(params, x)
             for gather in (False, True)
         )
-    jax.tree.map(np.testing.assert_array_equal, gathered, kept)
+    jax.tree.map(np.testing.assert_array_equal, gathered, sharded)
 
 
-@pytest.mark.parametrize(("recipe", "fsdp_dim", "rows"), some(HOPPER, 1))
+@pytest.mark.parametrize(("recipe", "fsdp_dim", "rows"), mark_rest(HOPPER, 1))
 def test_operands_of_hopper(recipe, fsdp_dim, rows):
     """Breaks if bytes or scales that lie along K, as Hopper's matmuls read them, are gathered over another dim."""
     mesh = make_mesh("tp2x2x2")

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 import moax
 from moax.mesh.specs import local_shape
 from moax.params import operand_shapes
-from support import make_mesh, some
+from support import make_mesh, mark_rest
 
 CONFIG = moax.MoEConfig(
     32,
@@ -47,7 +47,7 @@ def alone(**options):
 
 @pytest.mark.parametrize(
     "fsdp_dim, on",
-    some([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)][1:] + [("experts", ON[0])], 1),
+    mark_rest([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)][1:] + [("experts", ON[0])], 1),
 )
 def test_the_same_on_every_mesh(on, fsdp_dim):
     """Breaks if a run depends on its mesh from the first step on, or a device holds more than its shards."""
@@ -67,7 +67,7 @@ def test_the_same_on_every_mesh(on, fsdp_dim):
         assert len(shards) == 8 and {s.data.shape for s in shards} == {local_shape(want.shape, own_spec, roles)}, name
 
 
-@pytest.mark.parametrize("way", some(["custom_partitioning", "explicit"], 1))
+@pytest.mark.parametrize("way", mark_rest(["custom_partitioning", "explicit"], 1))
 def test_no_device_makes_the_whole(way):
     """Breaks if weights are made whole on every device and cut afterwards, which a large model has no memory for."""
     with jax.set_mesh(make_mesh("2x4", way)):
@@ -77,7 +77,7 @@ def test_no_device_makes_the_whole(way):
         assert whole not in text
 
 
-@pytest.mark.parametrize("way", some(["explicit", "custom_partitioning"], 1))
+@pytest.mark.parametrize("way", mark_rest(["explicit", "custom_partitioning"], 1))
 def test_a_stack_of_layers(way):
     """Breaks if vmap over keys, by which layers for a scan are made, forgets how a layer's shards lie."""
     mesh = make_mesh("2x4", way)
@@ -102,7 +102,7 @@ def test_which_parameters():
     assert all(getattr(alone(), n) is not None for n in NAMES)
 
 
-@pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], 1))
+@pytest.mark.parametrize("dtype", mark_rest([jnp.bfloat16, jnp.float16], 1))
 def test_dtype(dtype):
     """Breaks if lower-precision parameters are other numbers than the float32 ones, rounded."""
     narrow = dataclasses.replace(alone(dtype=dtype), router_bias=None)

@@ -18,7 +18,7 @@ from moax import Axes, inspect
 from moax.mesh.specs import find_mesh_view
 from moax.ops.weights import WeightSpec, gather_quantized, quantize_weight, quantized_shapes
 from moax.recipe import get_recipe
-from support import TOKENS, make_mesh, make_params, put, random, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, put, random, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
 PARAMS = make_params(CONFIG)
@@ -44,7 +44,7 @@ def run(x, params, quantized=None, **options):
     return y, dx, dparams
 
 
-@pytest.mark.parametrize(("mesh", "way", "recipe", "dim"), some(CASES, 1))
+@pytest.mark.parametrize(("mesh", "way", "recipe", "dim"), mark_rest(CASES, 1))
 def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
     """Breaks if kept weights are other bytes or scales than the block's own, lie elsewhere, or take the place of the
     parameters that gradients belong to."""

@@ -16,7 +16,7 @@ import moax
 from moax import inspect, lora
 from moax.mesh.specs import named
 from moax.params import param_shapes
-from support import make_mesh, make_params, random, rel_norm, some
+from support import make_mesh, make_params, mark_rest, random, rel_norm
 from support.block import BASE, make_x
 
 LATENT = dataclasses.replace(
@@ -29,7 +29,7 @@ LATENT = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("backward", some([False, True], 1))
+@pytest.mark.parametrize("backward", mark_rest([False, True], 1))
 def test_weights_cross_as_bytes_and_rows_in_the_latent_width(backward):
     """Breaks if a projection is gathered unquantized, or whole rows of x travel to the experts."""
     mesh = make_mesh("2x4")

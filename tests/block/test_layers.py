@@ -29,7 +29,7 @@ from moax import lora
 from moax.checks import log_once
 from moax.linen import MoEBlock
 from moax.params import DIMS
-from support import make_mesh, make_params, put, rel_error, some
+from support import make_mesh, make_params, mark_rest, put, rel_error
 from support.block import BASE, B, L, make_x
 from support.layers import KEY, LAYERS, Stack, params_of, stack
 
@@ -71,7 +71,7 @@ def loss_of(y, stats):
 
 @pytest.mark.parametrize(
     ("library", "way", "config"),
-    some(
+    mark_rest(
         [
             ("linen", "custom_partitioning", FULL),
             ("nnx", "none", BARE),
@@ -98,7 +98,7 @@ def test_parameters_are_those_of_init(library, way, config):
 
 @pytest.mark.parametrize(
     ("library", "way", "axes"),
-    some(
+    mark_rest(
         [
             ("nnx", "explicit", BY_MODEL),
             ("linen", "custom_partitioning", moax.Axes()),
@@ -209,7 +209,9 @@ def test_keywords_of_a_call(library):
 
 @pytest.mark.parametrize(
     ("library", "dropped"),
-    some([("nnx", ("bi",)), ("linen", ("bo",)), ("nnx", ("bo",)), ("linen", ("bi", "bo")), ("nnx", ("bi", "bo"))], 1),
+    mark_rest(
+        [("nnx", ("bi",)), ("linen", ("bo",)), ("nnx", ("bo",)), ("linen", ("bi", "bo")), ("nnx", ("bi", "bo"))], 1
+    ),
 )
 def test_any_subset_of_biases(library, dropped):
     """Breaks if a user cannot take one expert bias out, as published models have one, both or none."""
@@ -357,7 +359,7 @@ def test_no_key_of_parameters():
         MoEBlock(BARE).init({"dropout": KEY}, X)
 
 
-@pytest.mark.parametrize("way", some(WAYS[1:], 2))
+@pytest.mark.parametrize("way", mark_rest(WAYS[1:], 2))
 def test_one_warning_of_whole_weights(way, caplog, fresh_compile):
     """Breaks if a layer that was made outside of `jax.set_mesh` runs whole on every device without one clear word."""
     log_once.cache_clear()

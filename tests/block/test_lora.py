@@ -13,7 +13,7 @@ import pytest
 
 import moax
 from moax import Axes, Format, Recipe, inspect, lora
-from support import make_mesh, make_params, put, random, rel_norm, some
+from support import make_mesh, make_params, mark_rest, put, random, rel_norm
 from support.block import BASE as WITH_SHARED
 from support.block import MESH, cotangent, loss_of, make_x
 from support.oracle.block import block as block_by_numpy
@@ -40,12 +40,12 @@ CASES = [
 ]
 
 
-def expected(config, kept: bool):
+def expected(config, prequantized: bool):
     """The result of the merged block, and the gradients of the adapters by the chain rule."""
     params = make_params(config)
     wide = {n: np.asarray(getattr(ADAPTERS, n), np.float64) for n in lora.DIMS}
     wi, wo = (np.asarray(w, np.float64) for w in (params.wi, params.wo))
-    if kept:
+    if prequantized:
         wi, wo = (round_weight(w, WEIGHTS.w, "rows") for w in (params.wi, params.wo))
     wi = wi + SCALE * np.einsum("ehr,ergf->ehgf", wide["wi_a"], wide["wi_b"])
     wo = wo + SCALE * np.einsum("efr,erh->efh", wide["wo_a"], wide["wo_b"])
@@ -63,7 +63,7 @@ def expected(config, kept: bool):
     return want, gradients
 
 
-def step(config, kept: bool, **options):
+def step(config, prequantized: bool, **options):
     """A jitted function of (adapters, x, params, quantized): y, and the gradients of the first three."""
 
     def loss(adapters, x, params, quantized):
@@ -73,7 +73,7 @@ def step(config, kept: bool, **options):
             config,
             adapters=adapters,
             quantized=quantized,
-            recipe=WEIGHTS if kept else None,
+            recipe=WEIGHTS if prequantized else None,
             **options,
         )
         return sum(loss_of(y, stats)), y
@@ -81,7 +81,7 @@ def step(config, kept: bool, **options):
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
 
 
-def placed(mesh, way, config, kept: bool):
+def placed(mesh, way, config, prequantized: bool):
     """The operands of `step` on a mesh; kept weights have no wi and wo beside them."""
     x = make_x(config)
     params = make_params(config)
@@ -91,20 +91,20 @@ def placed(mesh, way, config, kept: bool):
         params = put(mesh, moax.param_specs(config), params)
         adapters = put(mesh, specs, adapters)
         x = put(mesh, moax.params.token_spec(Axes()), x)
-    if not kept:
+    if not prequantized:
         return adapters, x, params, None
     quantized = moax.quantize_params(params, config, recipe=WEIGHTS, dtype=jnp.float32)
     return adapters, x, dataclasses.replace(params, wi=None, wo=None), quantized
 
 
-@pytest.mark.parametrize(("mesh", "way", "kept", "config", "options"), some(CASES, 1))
-def test_is_the_merged_block(mesh, way, kept, config, options):
+@pytest.mark.parametrize(("mesh", "way", "prequantized", "config", "options"), mark_rest(CASES, 1))
+def test_is_the_merged_block(mesh, way, prequantized, config, options):
     """Breaks if a product of the adapters is missing, scaled twice, summed over too few devices, or reads rows of
     another expert; if a frozen weight gets a gradient, or kept weights need the weights themselves."""
     on = None if mesh == "none" else make_mesh(mesh, way)
     with jax.set_mesh(on or jax.make_mesh((1,), ("fsdp",))):
-        (d_adapters, dx, d_params), y = step(config, kept, **options)(*placed(on, way, config, kept))
-    want, gradients = expected(config, kept)
+        (d_adapters, dx, d_params), y = step(config, prequantized, **options)(*placed(on, way, config, prequantized))
+    want, gradients = expected(config, prequantized)
     assert rel_norm(np.asarray(y).reshape(want.y.shape), want.y) < MESH
     assert rel_norm(np.asarray(dx).reshape(want.dx.shape), want.dx) < MESH
     for name, value in gradients.items():
@@ -112,8 +112,8 @@ def test_is_the_merged_block(mesh, way, kept, config, options):
     for name in ("router", "bi", "bo"):
         if getattr(d_params, name) is not None:
             assert rel_norm(getattr(d_params, name), want.dparams[name]) < MESH, name
-    assert kept == (d_params.wi is None)
-    assert kept or not np.any(d_params.wi) and not np.any(d_params.wo)
+    assert prequantized == (d_params.wi is None)
+    assert prequantized or not np.any(d_params.wi) and not np.any(d_params.wo)
 
 
 @pytest.mark.more

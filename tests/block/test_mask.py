@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import reference
-from support import TOKENS, make_mesh, make_params, program, put, random, rel_error, rel_norm, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, program, put, random, rel_error, rel_norm, spec
 from support.block import BASE, MESH, ONE_DEVICE, cotangent, make_x
 from support.oracle.ops import sequence_loss
 
@@ -43,7 +43,7 @@ def expected(config):
     return out, grads
 
 
-def found(way, config, **options):
+def run_block(way, config, **options):
     """The same of `moax.moe` on all tokens with the mask; the cotangent of padding's y is not 0."""
     layout = spec("2x4", TOKENS)
     whole = moax.param_specs(config, mesh=make_mesh("2x4"))
@@ -78,11 +78,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS, 1))
+@pytest.mark.parametrize(("way", "options"), mark_rest(WAYS, 1))
 def test_padding_is_not_there(way, options):
     """Breaks if padding is routed, counted or summed anywhere, if its NaN reaches a real token or a parameter, if its y
     or its gradient is not 0, or if the loss of a sequence counts padding or sees another sequence."""
-    (y, stats), (dx, dparams) = found(way, CONFIG, **options)
+    (y, stats), (dx, dparams) = run_block(way, CONFIG, **options)
     (y_want, want), (dx_want, dparams_want) = expected(CONFIG)
     limit = ONE_DEVICE if way == "none" else MESH
     assert rel_norm(np.asarray(y)[REAL], y_want) <= limit and not np.asarray(y)[~REAL].any()
@@ -116,7 +116,7 @@ def test_padding_takes_no_capacity(exchange):
     assert stats.dropped == 0 < full.dropped and stats.tokens_per_expert.sum() == 2 * mask.sum()
 
 
-@pytest.mark.parametrize("recipe", some(("fp8_block", "mxfp8"), 1))
+@pytest.mark.parametrize("recipe", mark_rest(("fp8_block", "mxfp8"), 1))
 def test_one_program_of_any_mask(recipe):
     """Breaks if quantized real tokens depend on what padding holds, a batch of padding alone divides by the number of
     its tokens, or a mask that leaves nothing out changes a bit."""
@@ -209,7 +209,7 @@ def root(gate, up):
     return jnp.sqrt(jnp.abs(gate)) * up
 
 
-@pytest.mark.parametrize("way", some(("explicit", "custom_partitioning", "shard_map"), 1))
+@pytest.mark.parametrize("way", mark_rest(("explicit", "custom_partitioning", "shard_map"), 1))
 def test_an_infinite_slope_at_zero_meets_no_padding(way):
     """Breaks if backward multiplies the slope of a user's activation at h of padding, in the shared expert too."""
     config = moax.MoEConfig(32, 64, 8, 2, activation=root, shared_d_ff=16)

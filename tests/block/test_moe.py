@@ -22,7 +22,7 @@ import moax
 from moax import reference
 from moax.checks import log_once
 from moax.recipe import RECIPES
-from support import MESHES, TOKENS, Table, make_mesh, make_params, put, rel_norm, some, spec
+from support import MESHES, TOKENS, Table, make_mesh, make_params, mark_rest, put, rel_norm, spec
 from support.block import (
     BASE,
     MESH,
@@ -173,7 +173,7 @@ def test_options_on_one_device(names):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    some(
+    mark_rest(
         [
             ("odd", "shard_map"),
             ("latent", "explicit"),
@@ -201,7 +201,7 @@ def swish_tanh(gate, up):
 
 @pytest.mark.parametrize(
     ("activation", "way"),
-    some([(swish_tanh, "shard_map"), (("relu", "linear"), "none"), (jnp.tanh, "none"), ("mish", "explicit")], 1),
+    mark_rest([(swish_tanh, "shard_map"), (("relu", "linear"), "none"), (jnp.tanh, "none"), ("mish", "explicit")], 1),
 )
 def test_any_activation(activation, way):
     """Breaks if a function, a pair or a name of `jax.nn` is another function in the experts, or in the shared one."""
@@ -236,7 +236,7 @@ def test_any_subset_of_biases(present):
 
 @pytest.mark.parametrize(
     "layout",
-    some(["wrong order", "fsdp on F", "tuple axis", "two dims", "replicated"], 1),
+    mark_rest(["wrong order", "fsdp on F", "tuple axis", "two dims", "replicated"], 1),
 )
 def test_any_layout_of_the_users(layout, caplog, fresh_compile):
     """Breaks if an Auto mesh's own layout of weights, declared or not, is not used as it is (or brought in order)."""
@@ -284,7 +284,7 @@ def test_any_layout_of_the_users(layout, caplog, fresh_compile):
 
 @pytest.mark.parametrize(
     ("shape", "names", "way"),
-    some(
+    mark_rest(
         [
             ((1, 8, 1), ("fsdp", "ep", "tp"), "shard_map"),
             ((8,), ("elsewhere",), "custom_partitioning"),
@@ -321,15 +321,15 @@ def test_explicit_axes_of_one_device():
 
 
 @pytest.mark.parametrize(
-    "at",
-    some([((None, None, "ep"),), (("fsdp", "ep"),), ((("fsdp", "ep"),),), (("fsdp",),), ((),)], 1),
+    "entries",
+    mark_rest([((None, None, "ep"),), (("fsdp", "ep"),), ((("fsdp", "ep"),),), (("fsdp",),), ((),)], 1),
 )
-def test_result_is_like_x(at):
+def test_result_is_like_x(entries):
     """Breaks if y has another type than x on an Explicit mesh, so that a residual x + y would not trace."""
     mesh = make_mesh("2x4", "explicit")
     x = make_x(BASE, 8, 8)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*at)))
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*entries)))
         params = put(mesh, moax.param_specs(BASE), make_params(BASE))
 
         def both(x, p):
@@ -348,7 +348,7 @@ def by_numpy(x):
     return block_by_numpy(flat, make_params(BASE), BASE, np.zeros(flat.shape))
 
 
-@pytest.mark.parametrize("leading", some([((2, 4, 12),), ((96,),), ((1, 96),)], 1))
+@pytest.mark.parametrize("leading", mark_rest([((2, 4, 12),), ((96,),), ((1, 96),)], 1))
 def test_any_leading_dims(leading):
     """Breaks if tokens must be [B, S, H]."""
     x = make_x(BASE, *leading)
@@ -386,7 +386,9 @@ def test_bfloat16():
 
 @pytest.mark.parametrize(
     ("way", "jit"),
-    some([("custom_partitioning", False), ("explicit", True), ("custom_partitioning", True), ("explicit", False)], 1),
+    mark_rest(
+        [("custom_partitioning", False), ("explicit", True), ("custom_partitioning", True), ("explicit", False)], 1
+    ),
 )
 def test_without_set_mesh(way, jit):
     """Breaks if arrays that lie on a mesh need `jax.set_mesh` besides, or the block needs `jax.jit` around it."""

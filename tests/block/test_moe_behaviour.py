@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moax
 from moax.estimate import estimate
-from support import TOKENS, make_mesh, make_params, put, random, rel_norm, size, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, put, random, rel_norm, size, spec
 from support.block import BASE, MESH, check, cotangent, make_x
 from support.oracle.block import block as block_by_numpy
 from support.oracle.ops import choose_experts
@@ -81,7 +81,7 @@ DROPS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "way", "exchange", "factor"), some(DROPS, 2))
+@pytest.mark.parametrize(("mesh", "way", "exchange", "factor"), mark_rest(DROPS, 2))
 def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
     """Breaks if an assignment is dropped and not counted, or counted twice, or the wrong one is dropped; or if a
     dropped assignment still trains its router weight or its expert."""
@@ -90,7 +90,7 @@ def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
     experts = choose_experts(np.asarray(x) @ np.asarray(params.router), config.router, config.top_k)
     mask = kept_by_numpy(experts, config, mesh, exchange)
     dy = cotangent(x.shape)
-    want = block_by_numpy(x, params, config, dy, kept=mask)
+    want = block_by_numpy(x, params, config, dy, has_room=mask)
     engine = way if way == "shard_map" else "auto"
     on = make_mesh(mesh, way)
 
@@ -119,7 +119,7 @@ def test_capacity_rounds_up(factor, rows):
     assert estimate(config, {"fsdp": 1}, 10).plan.first.permute.capacity == rows
 
 
-@pytest.mark.parametrize("exchange", some(["all_to_all", "all_gather"], 1))
+@pytest.mark.parametrize("exchange", mark_rest(["all_to_all", "all_gather"], 1))
 def test_everything_on_one_expert_drops_nothing(exchange):
     """Breaks if a buffer is sized for anything but the worst case where capacity_factor is None."""
     config = dataclasses.replace(CONFIG, top_k=1, router=moax.RouterConfig())
@@ -142,7 +142,7 @@ NAN = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "mesh", "exchange"), some(NAN, 1))
+@pytest.mark.parametrize(("recipe", "mesh", "exchange"), mark_rest(NAN, 1))
 def test_nan_stays_with_its_token(recipe, mesh, exchange):
     """Breaks if a NaN reaches another token by a shared scale, a slot, a mask by value or a sum; or is swallowed."""
     params = make_params(CONFIG)
@@ -197,7 +197,7 @@ def layers_by_numpy(x, params, layers):
 
 @pytest.mark.parametrize(
     ("way", "policy"),
-    some([("explicit", "remat"), ("custom_partitioning", "names"), ("custom_partitioning", "saved"),
+    mark_rest([("explicit", "remat"), ("custom_partitioning", "names"), ("custom_partitioning", "saved"),
           ("custom_partitioning", "remat"), ("explicit", "saved"), ("explicit", "names")], 1),
 )  # fmt: skip
 def test_scan_remat_and_names(way, policy):

@@ -19,7 +19,7 @@ import pytest
 
 import moax
 from moax.recipe import RECIPES
-from support import rel_norm, some
+from support import mark_rest, rel_norm
 from support.block import QUANTIZED, block, check, check_gradients, cotangent, expected, make_params, make_x
 from support.oracle.block import block as block_by_numpy
 
@@ -68,7 +68,7 @@ def check_against_plain(got, limit_y, limit):
 
 @pytest.mark.parametrize(
     ("recipe", "way", "mesh", "fsdp_dim"),
-    some([
+    mark_rest([
         *((name, "none", "", "auto") for name in ("fp8_block", "mxfp8")),
         ("fp8_block", "custom_partitioning", "2x4", "model"), ("fp8_block", "explicit", "tp2x2x2", "experts"),
         ("mxfp8", "shard_map", "tp2x2x2", "model"), ("fp8_block", "custom_partitioning", "2x4", "auto"),

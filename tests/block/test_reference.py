@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moax import MoEConfig, RouterConfig, reference
-from support import make_params, random, rel_norm, some
+from support import make_params, mark_rest, random, rel_norm
 from support.block import BY_EXPERT, cotangent, loss_of
 from support.oracle import ops
 from support.oracle.block import block
@@ -59,7 +59,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(CASES, 4))
+@pytest.mark.parametrize("name", mark_rest(CASES, 4))
 def test_every_option(name):
     """Breaks if an oracle is wrong: every other test of values, of gradients and of drops believes one of them."""
     config = CASES[name]
@@ -72,7 +72,7 @@ def test_every_option(name):
         return sum(loss_of(y, stats)), (y, stats)
 
     (dx, dparams), (y, stats) = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, params)
-    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), kept=mask)
+    want = block(x, params, config, cotangent(x.shape), d_losses=(1, 1), has_room=mask)
     assert y.dtype == jnp.float32 and rel_norm(y, want.y) < 1e-6 and rel_norm(dx, want.dx) < 2e-6
     expected = {f.name for f in dataclasses.fields(params) if getattr(params, f.name) is not None}
     assert set(want.dparams) == expected

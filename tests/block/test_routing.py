@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import reference
-from support import TOKENS, make_mesh, make_params, program, put, random, rel_norm, some, spec
+from support import TOKENS, make_mesh, make_params, mark_rest, program, put, random, rel_norm, spec
 from support.block import BASE, MESH, ONE_DEVICE, cotangent, loss_of, make_x
 
 V4 = moax.RouterConfig("sqrt_softplus", scale=1.5, bias=True, aux_loss=1e-2, z_loss=1e-3)
@@ -42,7 +42,7 @@ def wanted(experts, weights=None):
     return out, grads
 
 
-def found(way, ids, weights=None, **options):
+def run_block(way, ids, weights=None, **options):
     """The same of `moax.moe`, of arrays [tokens, K] that lie as tokens do."""
     layout = spec("2x4", TOKENS)
     whole = moax.param_specs(CONFIG, mesh=make_mesh("2x4"))
@@ -98,21 +98,21 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS, 1))
+@pytest.mark.parametrize(("way", "options"), mark_rest(WAYS, 1))
 def test_experts_alone(way, options):
     """Breaks if experts that the caller gave do not have the weights, the losses and the gradients of the router's live
     scores: replay would train another policy than the one that acted."""
-    got = found(way, IDS, **options)
+    got = run_block(way, IDS, **options)
     check(got, wanted(IDS), ONE_DEVICE if way == "none" else MESH)
     routing = got[0][1].routing
     np.testing.assert_array_equal(routing.experts, IDS.reshape(*LEADING, 2))
     np.testing.assert_allclose(np.asarray(routing.weights).sum(-1), 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 1))
+@pytest.mark.parametrize(("way", "options"), mark_rest(WAYS[::-1], 1))
 def test_experts_and_weights(way, options):
     """Breaks if a router of the caller's own is not used as it is, gets no gradient, or the router runs besides."""
-    got = found(way, IDS, WEIGHTS, **options)
+    got = run_block(way, IDS, WEIGHTS, **options)
     (y, stats), (dx, dparams, dw) = got
     out, (dx_want, dparams_want, dw_want) = wanted(IDS, WEIGHTS)
     limit = ONE_DEVICE if way == "none" else MESH

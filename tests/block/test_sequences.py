@@ -20,7 +20,7 @@ import moax
 from moax import Axes, inspect, ops, reference
 from moax.checks import log_once
 from moax.mesh.specs import find_mesh_view, find_token_dims, flatten_tokens, named, unflatten_tokens
-from support import make_params, put, random, rel_norm, some
+from support import make_params, mark_rest, put, random, rel_norm
 from support.oracle.ops import sequence_loss
 
 ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=1e-1)
@@ -145,7 +145,7 @@ OF_MOE = [
 ]
 
 
-@pytest.mark.parametrize("name, kind", some(OF_MOE, 1))
+@pytest.mark.parametrize("name, kind", mark_rest(OF_MOE, 1))
 def test_moe(name, kind):
     """Breaks if a mesh axis over S changes a number or a loss, is left out of a sum, or if tokens leave their device
     for more than the exchange: a flattening [B, S, H] -> [B S, H] that gathers or permutes the batch."""
@@ -178,7 +178,7 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("name, kind", some(DENSE, 1))
+@pytest.mark.parametrize("name, kind", mark_rest(DENSE, 1))
 def test_dense(name, kind):
     """Breaks if a dense layer moves rows whose S lies over a mesh axis, or sums a gradient over too few axes."""
     sizes, x_spec, axes = case_of(name, kind)
@@ -224,7 +224,7 @@ def test_sequence_parallel_of_tp(kind):
     assert crossed.count(("all-gather", ("tp",))) <= 2
 
 
-@pytest.mark.parametrize("kind", some(["auto", "explicit"], 1))
+@pytest.mark.parametrize("kind", mark_rest(["auto", "explicit"], 1))
 def test_each_token_keeps_its_own(kind):
     """Breaks if a mask, ids of experts, weights, or the routing that is returned go to another token than theirs."""
     sizes, x_spec, axes = case_of("ep, fsdp x cp", kind)
@@ -318,8 +318,8 @@ def test_packed_rows_are_their_sequences():
         x[i, : of_sequence.sum()] = X[b, of_sequence]
         mask[i, : of_sequence.sum()] = True
 
-    def total(params, x, **how):
-        stats = moax.moe(x, params, ONLY, **how)[1]
+    def total(params, x, **options):
+        stats = moax.moe(x, params, ONLY, **options)[1]
         return stats.aux_loss, stats
 
     run = jax.value_and_grad(total, has_aux=True)
@@ -358,7 +358,9 @@ def test_ids_are_names(dtype, factor, first):
 
 @pytest.mark.parametrize(
     "name, kind",
-    some([("ep, fsdp x cp", "auto"), ("dp x cp", "manual"), ("cp x tp", "explicit"), ("fsdp, ep", "manual_vma")], 2),
+    mark_rest(
+        [("ep, fsdp x cp", "auto"), ("dp x cp", "manual"), ("cp x tp", "explicit"), ("fsdp, ep", "manual_vma")], 2
+    ),
 )
 def test_packed_rows_on_a_mesh(name, kind):
     """Breaks if a mesh that splits packed rows gives another loss or gradient, or counts a sequence once a device."""

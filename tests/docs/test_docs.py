@@ -70,8 +70,8 @@ def test_pages_build(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
-    made = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
-    assert {path.relative_to(DOCS).with_suffix("").as_posix() for path in NAMES if DOCS in path.parents} <= made
+    built_pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {path.relative_to(DOCS).with_suffix("").as_posix() for path in NAMES if DOCS in path.parents} <= built_pages
 
     text = "".join(path.read_text() for path in (tmp_path / "reference").rglob("*.html"))
     documented = set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', text))

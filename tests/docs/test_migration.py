@@ -33,9 +33,9 @@ def best(scores):
 def of_groups(scores):
     """Returns the scores of the experts of the best groups, whose score is the sum of K / TOP_GROUPS experts."""
     grouped = np.sort(scores.reshape(-1, GROUPS, E // GROUPS), -1)[..., -(K // TOP_GROUPS) :].sum(-1)
-    kept = np.argsort(-grouped, axis=-1)[:, :TOP_GROUPS]
+    best_groups = np.argsort(-grouped, axis=-1)[:, :TOP_GROUPS]
     mask = np.zeros((len(scores), GROUPS), bool)
-    np.put_along_axis(mask, kept, True, -1)
+    np.put_along_axis(mask, best_groups, True, -1)
     return np.where(np.repeat(mask, E // GROUPS, -1), scores, -np.inf)
 
 

@@ -36,20 +36,20 @@ NAME = r"(?<![\w./])((?:moax|" + "|".join(SHORT) + r")(?:\.[a-zA-Z]\w*)+)"
 
 def code(text: str) -> Iterator[str]:
     """Yields what is in code type between the blocks of a page, each on one line."""
-    for found in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
-        yield " ".join(found.split())
+    for snippet in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        yield " ".join(snippet.split())
 
 
 def missing(text: str) -> list[str]:
     """Returns the names in code type of a page that do not exist."""
-    found = []
+    gone = []
     for part in code(text):
-        found += [path for path in re.findall(FILE, part) if not is_file(path)]
-        found += [name for name in re.findall(NAME, re.sub(FILE, "", part)) if not is_name(name)]
-        found += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", part) if name not in TARGETS]
-        found += [f"-m {name}" for name in re.findall(r"\bpython -m ([\w.]+)", part) if not is_module(name)]
-    found += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", text, re.M) if name not in TARGETS]
-    return found
+        gone += [path for path in re.findall(FILE, part) if not is_file(path)]
+        gone += [name for name in re.findall(NAME, re.sub(FILE, "", part)) if not is_name(name)]
+        gone += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", part) if name not in TARGETS]
+        gone += [f"-m {name}" for name in re.findall(r"\bpython -m ([\w.]+)", part) if not is_module(name)]
+    gone += [f"make {name}" for name in re.findall(r"^make ([\w-]+)", text, re.M) if name not in TARGETS]
+    return gone
 
 
 def is_file(path: str) -> bool:
@@ -100,7 +100,7 @@ THERE += ["moax.ops.matmul", "stats.dropped", "Axes.ep", "make check-sass", "pyt
 def test_a_name_that_is_gone_is_found():
     """Breaks if the check sees no name that is gone, or takes a name that exists for one that is gone."""
     for name in GONE:
-        assert [found.split()[-1] for found in missing(f"It is `{name}`.")] == [name.split()[-1]]
+        assert [entry.split()[-1] for entry in missing(f"It is `{name}`.")] == [name.split()[-1]]
     assert missing("```sh\nmake gone\n```\n") == ["make gone"]
     assert missing("".join(f"It is `{name}`.\n" for name in THERE)) == []
 

@@ -75,13 +75,13 @@ def undated(text: str, origin: Callable[[str], Origin], current: Callable[[str],
       origin: file name -> its commit and date.
       current: commit -> whether it measured the code of today.
     """
-    found = []
+    complaints = []
     for part in paragraphs(text):
         for name in cited_files(part):
             sha, date = origin(name)
             if not current(sha) and not (sha in part and date in part):
-                found.append(f"{name} is of {sha}, {date}: write both beside it, or measure again")
-    return found
+                complaints.append(f"{name} is of {sha}, {date}: write both beside it, or measure again")
+    return complaints
 
 
 def test_readme_is_short():
@@ -197,15 +197,15 @@ def steps_of_maxtext() -> tuple[list[tuple[str, ...]], list[tuple[float, float]]
         ("ep 4", "x4_trainer_expert.json", " expert=4 ", "kept", "maxtext-tokamax-ring"),
     )
     rows, ratios = [], []
-    for label, name, mesh, kept, way in meshes:
+    for label, name, mesh, suffix, way in meshes:
         step = {
             (row["impl"], row["recipe"]): row["us"] / 1e3
             for row in read_rows(name)
             if row["us"] and mesh in row["case"]
         }
         theirs = step[way, "none"]
-        bf16 = step["moax", f"none+{kept}"]
-        fp8 = step["moax", f"fp8_block+{kept}"]
+        bf16 = step["moax", f"none+{suffix}"]
+        fp8 = step["moax", f"fp8_block+{suffix}"]
         rows.append((f"step of Qwen3-30B, {label}", "32,768", f"{fp8:.1f}", "", f"{bf16:.1f}", "", f"{theirs:.1f}"))
         ratios.append((theirs / bf16, theirs / fp8))
     return rows, ratios
@@ -217,7 +217,7 @@ def test_performance_is_committed():
     for name in ("h100_trainer_mixtral.json", "h100_trainer_ways.json", "h100_trainer.json"):  # a later one counts
         steps |= {(row["case"], row["impl"], row["recipe"]): row["us"] / 1e3 for row in read_rows(name) if row["us"]}
     for case in {case for case, *_ in steps}:
-        of_case = {impl: ms for (of, impl, _), ms in steps.items() if of == case and impl != "moax"}
+        of_case = {impl: ms for (timed_case, impl, _), ms in steps.items() if timed_case == case and impl != "moax"}
         fastest = min(ms for impl, ms in of_case.items() if "capacity" not in impl)  # a capacity drops tokens
         assert of_case["maxtext-tokamax"] <= 1.01 * fastest, "the README shows the fastest way that drops nothing"
     assert steps["mixtral-8x7b", "maxtext-capacity1.25", "none"] < steps["mixtral-8x7b", "moax", "none"]
@@ -306,8 +306,8 @@ def benchmark_table() -> list[str]:
             bf16, _, fp8, _ = pick(name, "us", 1e3, case=case, direction="fwd+bwd")
             add(f"block {case}, one GPU, ms", name, min, bf16, [], fp8, [])
     both = [row for row in read_rows(qwen) if row["direction"] == "fwd+bwd" and row["case"] == "qwen3-30b T8192"]
-    kept = [row["us"] / 1e3 for row in both if row["recipe"] == "fp8_block+kept"]
-    add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], kept, [])
+    prequantized = [row["us"] / 1e3 for row in both if row["recipe"] == "fp8_block+kept"]
+    add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], prequantized, [])
     for model in ("qwen3-30b", "mixtral-8x7b"):
         name = "h200x2_block.json"
         ours, theirs = (pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2{way}", direction="fwd+bwd")
@@ -315,15 +315,15 @@ def benchmark_table() -> list[str]:
         values = (ours[0], theirs[1], ours[2], theirs[3])
         add(f"block {model} T8192, ep 2, `all_gather`, ms", name, min, *values)
     for model, name in BLOCKS.items():
-        for how in ("all_gather", "all_to_all"):
+        for exchange in ("all_gather", "all_to_all"):
             rows = [row for row in read_rows(name) if row["case"].startswith(model)]
             rows = [row for row in rows if row["direction"] == "fwd+bwd" and not row["recipe"].endswith("+kept")]
             columns = [
                 [r["us"] / 1e3 for r in rows if (r["recipe"] != "none") == quantized
-                 and r["extra"].get("exchange") == (how if ours else None)]
+                 and r["extra"].get("exchange") == (exchange if ours else None)]
                 for quantized in (False, True) for ours in (True, False)
             ]  # fmt: skip
-            add(f"block {model} T8192, ep 4, `{how}`, ms", name, min, *columns)
+            add(f"block {model} T8192, ep 4, `{exchange}`, ms", name, min, *columns)
     for row in read_rows("h200x2_imbalance.json"):
         if row["extra"]["buffer_factor"] == 1.25 and row["extra"]["imbalance"] in (1.0, 1.5, 2.0):
             what = f"block qwen3-30b T8192, ep 2, {row['extra']['imbalance']:g} x the balanced load, ms"

@@ -52,9 +52,9 @@ def test_the_step_on_four_gpus_is_committed():
             assert f"| {labels[key]} | {format_cells(row)} |" in PAGE
             if "loss_off_moax" in extra:
                 assert extra["loss_off_moax"] < 0.0015 and "differ by 0.15 % at most" in PAGE
-    theirs, bf16, fp8, installed, kept = (ms[key] for key in labels)
+    theirs, bf16, fp8, installed, cast_once = (ms[key] for key in labels)
     assert f"{theirs / bf16:.2f} times moax's in bf16 and {theirs / fp8:.2f} times in FP8" in PAGE
-    assert f"earlier call {installed / kept:.2f} times" in PAGE
+    assert f"earlier call {installed / cast_once:.2f} times" in PAGE
     check_causes(ms)
 
 
@@ -83,7 +83,7 @@ def test_the_steps_with_sharded_experts_are_committed():
     assert {f"{bf16 / fp8:.2f}", f"{bf16_4 / fp8_4:.2f}"} == {"1.04"} and "FP8 is 1.04 times as fast as bf16 on" in page
     losses = {key: row["extra"]["losses"] for key, row in rows.items() if "balanced" in key[0]}
     ours = losses["fsdp=2,expert=2 balanced", "none+gathered"]
-    distances = {key: max(abs(a - b) / b for a, b in zip(of, ours, strict=True)) for key, of in losses.items()}
+    distances = {key: max(abs(a - b) / b for a, b in zip(values, ours, strict=True)) for key, values in losses.items()}
     assert max(distances.values()) < 0.0012 and "differ by 0.12 % at most" in page
     assert distances["fsdp=2,expert=2 balanced", "maxtext-capacity1.25"] < 1e-5
     exchange = rows["fsdp=2,expert=2 balanced", "maxtext-tokamax-all_to_all-overlap"]["extra"]["exposed_ms"] / 1e3
@@ -199,9 +199,9 @@ def test_what_one_gather_gains_is_committed():
     theirs_on_four, *ours_on_four = (rows_of_four[key]["us"] for key in of_four)
     factors = [f"{theirs_on_four / time:.2f}" for time in ours_on_four]
     plain_peak, gathered_peak = (rows_of_four[key]["extra"]["peak_bytes"] / 1e9 for key in list(of_four)[1:])
-    more = f"which takes {gathered_peak - plain_peak:.1f} GB more."
+    memory_clause = f"which takes {gathered_peak - plain_peak:.1f} GB more."
     sentence = "MaxText's step takes {} times that of `none` there, and {} times that of `none+gathered`,"
-    assert f"{sentence.format(*factors)} {more}" in page
+    assert f"{sentence.format(*factors)} {memory_clause}" in page
     on_microbatches = (ROOT / "docs/how-to/microbatches.md").read_text()
     times = [round(row["us"] / 1e3) for row in (gathered, plain)]
     assert f"on fsdp 2 takes {times[0]} ms with it and {times[1]} without." in on_microbatches

@@ -89,8 +89,8 @@ def graded(layer, x, dy, params):
 
 
 @functools.cache
-def expected(*of):
-    config, x, dy, params = problem(*of)
+def expected(*case):
+    config, x, dy, params = problem(*case)
     return jax.jit(lambda *args: graded(lambda x, p: reference.moe(x, p, config)[0], *args))(x, dy, params)
 
 
@@ -111,10 +111,10 @@ def check(got, want, limit):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("mesh", "of"), [((2, 2), ()), ((4, 1), ()), ((2, 4), ("one", 5))])
-def test_native_is_the_reference(mesh, of):
+@pytest.mark.parametrize(("mesh", "case"), [((2, 2), ()), ((4, 1), ()), ((2, 4), ("one", 5))])
+def test_native_is_the_reference(mesh, case):
     """Breaks if the layer beside moax has other gradients, or if its buffers do not hold all tokens on one rank."""
-    check(on_mesh(make_mesh(*mesh), *problem(*of)), expected(*of), FLOAT32)
+    check(on_mesh(make_mesh(*mesh), *problem(*case)), expected(*case), FLOAT32)
 
 
 @pytest.mark.more

@@ -55,12 +55,12 @@ def gradients(x, params, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("where", "how"), spread(SHORT, ON_ONE + ON_TWO + ON_FOUR, HOW), ids=str)
-def test_of_the_block(where, how):
+@pytest.mark.parametrize(("where", "settings"), spread(SHORT, ON_ONE + ON_TWO + ON_FOUR, HOW), ids=str)
+def test_of_the_block(where, settings):
     """Breaks if a sum is taken in the order in which threads, blocks or GPUs arrive, a row is read before it has come,
     or what was in memory before reaches a result."""
     mesh, exchange = where
-    kernels, recipe, buffer_factor = how
+    kernels, recipe, buffer_factor = settings
     fsdp, ep = MESHES[mesh]
     if jax.device_count() < fsdp * ep:
         pytest.skip(f"{fsdp * ep} GPUs, this machine has {jax.device_count()}")

@@ -21,7 +21,7 @@ from moax.kernels.scales import DTYPES
 from moax.kernels.xla.operands import quantize as quantize_local
 from moax.ops.activation import activate, activation_of
 from moax.recipe import FULL, Format
-from support import interpret, lower, some
+from support import interpret, lower, mark_rest
 from support.activations import ACTS, grouped
 from support.activations import GATED as TAKES_GATE
 
@@ -88,7 +88,7 @@ def check(got, want, format=None, use="dgrad", used=HALVES):
 
 @pytest.mark.parametrize(
     ("name", "width", "format"),
-    some([("swiglu_oai", 96, None), ("swiglu", 256, E4M3), ("geglu", 128, E5M2), ("gelu", 192, None),
+    mark_rest([("swiglu_oai", 96, None), ("swiglu", 256, E4M3), ("geglu", 128, E5M2), ("gelu", 192, None),
           ("swiglu", 128, None), ("swiglu_oai", 128, POW2), ("relu2", 128, E4M3)], 3),
 )  # fmt: skip
 def test_activate(name, width, format):
@@ -108,7 +108,7 @@ def test_activate(name, width, format):
 
 @pytest.mark.parametrize(
     ("name", "width", "tiles", "of_h"),
-    some([("swiglu_oai", 96, 3, None), ("swiglu_oai", 128, 1, E4M3), ("swiglu", 256, 2, None),
+    mark_rest([("swiglu_oai", 96, 3, None), ("swiglu_oai", 128, 1, E4M3), ("swiglu", 256, 2, None),
           ("swiglu", 256, 2, E5M2), ("silu", 128, 1, None), ("silu", 128, 1, E4M3)], 2),
 )  # fmt: skip
 def test_gradient(name, width, tiles, of_h):
@@ -161,7 +161,7 @@ def test_which_fall_back():
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    some(
+    mark_rest(
         [
             ("swiglu", 1408),
             ("swiglu", 2880),
@@ -192,10 +192,10 @@ def test_lowers_for_cuda(name, width):
             return fn(h, make_blocks(s, 512), act, gated=gated)
 
         lower(run, h, sizes)
-    for fn, how in backward:
+    for fn, options in backward:
 
-        def run(h, d, s, w, fn=fn, how=how):
-            return fn(h, d, make_blocks(s, 512), act, weights=w, **how)
+        def run(h, d, s, w, fn=fn, options=options):
+            return fn(h, d, make_blocks(s, 512), act, weights=w, **options)
 
         lower(run, h, d_a, sizes, weights)
 

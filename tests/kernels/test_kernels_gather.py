@@ -14,7 +14,7 @@ from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.stages import TileConfig
-from support import random, some
+from support import mark_rest, random
 from support.oracle.ops import first_rows
 from support.ptx import run_ptx
 
@@ -32,8 +32,8 @@ def test_copies(rows, columns, width, column, dtype):
     source = np.random.default_rng(1).integers(0, 9, 3 * rows).astype(np.int32)
     source[[rows, rows + 5]] = (9, 1000)
 
-    def load(at):
-        return source[at // 4]
+    def load(address):
+        return source[address // 4]
 
     real = rows - 9
     code = gather._SOURCE.format(each=rows // 4, end=2 * rows - 5)
@@ -72,7 +72,7 @@ MANY = {"many": tuple(int(n) for n in np.random.default_rng(0).integers(0, 5, 16
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("draws", "widths"),
-    some(
+    mark_rest(
         [
             (FEW, (2880, 192)),
             (MANY, (192, 960)),
@@ -105,11 +105,11 @@ def test_products_that_gather(draws, widths):
     def products(sizes, source, *operands):
         groups = local.find_groups(sizes, HALF, num_rows)
 
-        def of(rows, w, turned, beside, total):
+        def multiply(rows, w, turned, beside, total):
             beside = zero_rows(beside, groups.real)
 
-            def wgrad(x, dy, **how):
-                return local.wgrad(x, dy, groups, jnp.bfloat16, **how)
+            def wgrad(x, dy, **options):
+                return local.wgrad(x, dy, groups, jnp.bfloat16, **options)
 
             forward = local.matmul(rows, w, groups, jnp.bfloat16)
             dgrad = local.matmul(rows, turned, groups, jnp.bfloat16, transpose=True)
@@ -122,11 +122,11 @@ def test_products_that_gather(draws, widths):
             )
 
         def gather(x, *others):
-            return of(GatheredRows(x, source), *others)
+            return multiply(GatheredRows(x, source), *others)
 
         x, *others = operands
         two = jax.vmap(gather)(*(jnp.stack([v, -v]) for v in operands))
-        sorted_first = of(local.gather_rows(x, source, groups), *others)
+        sorted_first = multiply(local.gather_rows(x, source, groups), *others)
         return sorted_first, gather(*operands), [v[0] for v in two]
 
     for sizes in draws.values():

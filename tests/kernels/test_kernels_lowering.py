@@ -20,7 +20,7 @@ from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from moax.kernels.hopper.pallas.tiles import HEURISTIC
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.recipe import Format
-from support import ROOT, lower, some
+from support import ROOT, lower, mark_rest
 
 sys.path.append(str(ROOT / "scripts"))
 MODELS = importlib.import_module("h200_kernels")
@@ -38,11 +38,11 @@ def wgrad(sizes, x, dy, scales, total, *, tile, dtype):
 
 def others():
     """Yields (name, function, operands as a tree of (shape, dtype)) of cases that no model of `h200_kernels` has."""
-    rows = lambda x, s, **how: quantize.quantize_rows(x, make_blocks(s, 512), **how)  # noqa: E731
+    rows = lambda x, s, **options: quantize.quantize_rows(x, make_blocks(s, 512), **options)  # noqa: E731
     fewer = (
         {},
-        dict(rows=False, format=Format(scale="pow2")),
-        dict(columns=False, format=Format("e5m2")),
+        dict(fprop_or_dgrad=False, format=Format(scale="pow2")),
+        dict(wgrad=False, format=Format("e5m2")),
     )
     weight = [
         dict(transposed=False, format=Format(scale="pow2")),
@@ -100,7 +100,7 @@ SHORT = len(TOTALS) + len(CASES) // 12
 
 
 @pytest.mark.loose
-@pytest.mark.parametrize("name", some([*TOTALS, *OTHERS], SHORT))
+@pytest.mark.parametrize("name", mark_rest([*TOTALS, *OTHERS], SHORT))
 def test_lowers(name):
     """A kernel that some width or tile breaks fails on the user's GPU, at the first step."""
     if name.startswith("matmul_activate") and not MERGES_DIMS:

@@ -18,7 +18,7 @@ from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate
 from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.ops.activation import activate
 from moax.recipe import get_recipe
-from support import interpret, random, rel_error, some, spread
+from support import interpret, mark_rest, random, rel_error, spread
 from support.activations import ACTS, GATED
 
 SIZES, ROWS = (130, 0, 1, 128), 384
@@ -26,7 +26,7 @@ SIZES, ROWS = (130, 0, 1, 128), 384
 
 @pytest.mark.parametrize(
     ("name", "hidden", "tile"),
-    some([("swiglu", 160, TileConfig(256, 2, 1)), ("relu2", 96, TileConfig(64, 2, 2, waves=2))], 1),
+    mark_rest([("swiglu", 160, TileConfig(256, 2, 1)), ("relu2", 96, TileConfig(64, 2, 2, waves=2))], 1),
     ids=str,
 )
 def test_matmul_activate(monkeypatch, name, hidden, tile):

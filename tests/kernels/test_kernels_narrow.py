@@ -72,17 +72,17 @@ def dropped(monkeypatch):
     return run
 
 
-def of(dtype, *shape):
+def struct(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def k_major(dtype, *shape):
     *experts, rows, contracted = shape
     scales = (-(-contracted // 128), rows) if not experts else (*experts, -(-rows // 128), -(-contracted // 128))
-    return KMajorFp8(of(dtype, *shape), of(F32, *scales))
+    return KMajorFp8(struct(dtype, *shape), struct(F32, *scales))
 
 
-SIZES = of(jnp.int32, E)
+SIZES = struct(jnp.int32, E)
 
 
 def products(k: int, n: int):
@@ -121,22 +121,22 @@ def products(k: int, n: int):
         )
 
     rows = (
-        KMajorFp8(of(FP8, k, M), of(F32, M // 128, 128)),
-        KMajorFp8(of(FP8, n, M), of(F32, M // 128, 128)),
+        KMajorFp8(struct(FP8, k, M), struct(F32, M // 128, 128)),
+        KMajorFp8(struct(FP8, n, M), struct(F32, M // 128, 128)),
     )
     results: dict = {
-        "matmul": (matmul, (of(BF16, M, k), of(BF16, E, k, n), SIZES)),
+        "matmul": (matmul, (struct(BF16, M, k), struct(BF16, E, k, n), SIZES)),
         "matmul_transposed": (
             lambda *v: matmul(*v, op="matmul_transposed"),
-            (of(BF16, M, k), of(BF16, E, n, k), SIZES),
+            (struct(BF16, M, k), struct(BF16, E, n, k), SIZES),
         ),
         "matmul_fp8": (fp8, (k_major(FP8, M, k), k_major(FP8, E, n, k), SIZES)),
         "wgrad_fp8": (wgrad_fp8, (*rows, SIZES)),
-        "wgrad to a total": (add_wgrad, (of(BF16, M, k), of(BF16, M, n), SIZES, of(F32, E, k, n))),
+        "wgrad to a total": (add_wgrad, (struct(BF16, M, k), struct(BF16, M, n), SIZES, struct(F32, E, k, n))),
     }
     if k % 64 == n % 64 == 0:
-        results["matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 1, n), SIZES))
-        results["gated matmul_activate"] = (activate, (of(BF16, M, k), of(BF16, E, k, 2, n), SIZES))
+        results["matmul_activate"] = (activate, (struct(BF16, M, k), struct(BF16, E, k, 1, n), SIZES))
+        results["gated matmul_activate"] = (activate, (struct(BF16, M, k), struct(BF16, E, k, 2, n), SIZES))
     return results
 
 
@@ -155,4 +155,4 @@ def test_gather_of_one_row(dropped):
     def gather(x, source, sizes):
         return quantize_rows(x, make_blocks(sizes, M), gather_idx=source)
 
-    assert not dropped(gather, of(BF16, 1, 256), of(jnp.int32, M), SIZES).get("load")
+    assert not dropped(gather, struct(BF16, 1, 256), struct(jnp.int32, M), SIZES).get("load")

@@ -18,7 +18,7 @@ from moax.kernels import implementation
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import plan, ptx
 from moax.ops.permutation import PermuteSpec, plan_rows
-from support import interpret, random, some, spread
+from support import interpret, mark_rest, random, spread
 from support.ptx import run_ptx
 
 
@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "rows", "top_k", "groups", "align", "parted"), some(CASES, 1))
+@pytest.mark.parametrize(("kind", "rows", "top_k", "groups", "align", "parted"), mark_rest(CASES, 1))
 def test_each_assignment_has_its_row(monkeypatch, kind, rows, top_k, groups, align, parted):
     """Breaks if counts of another block, step or group are added, if rows of a group leave their order of arrival, if
     an assignment without a group is counted, if a row has the weight of another one, or if padding is left
@@ -103,15 +103,15 @@ def test_take_and_put():
     rng = np.random.default_rng(0)
     held = rng.integers(0, 99, 300)
     index = rng.integers(0, 300, 128)
-    taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda at: held[(at - 64) // 4])["$0"]
+    taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda address: held[(address - 64) // 4])["$0"]
     np.testing.assert_array_equal(taken, held[index])
 
     index = np.concatenate([rng.permutation(300)[:124], [-1, -(2**31), 300, 2**31 - 1]])
     written = np.zeros(300, int)
     values = rng.integers(1, 99, 128)
 
-    def store(at, value, stored):
-        written[(at[stored] - 64) // 4] = value[stored]
+    def store(address, value, stored):
+        written[(address[stored] - 64) // 4] = value[stored]
 
     run_ptx(ptx.PUT.format(size=300), (64, index, values), on_store=store)
     want = np.zeros(300, int)
@@ -198,7 +198,7 @@ def assert_bits(got, want):
     [
         ("odd", 64, 16, 16),
         ("tied", 100, 32, 4),
-        *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0),
+        *mark_rest([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0),
     ],
 )
 def test_top_k_is_that_of_lax(kind, rows, experts, top_k):

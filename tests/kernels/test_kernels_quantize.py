@@ -17,7 +17,7 @@ from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.scales import DTYPES
 from moax.kernels.xla.operands import quantize as quantize_local
 from moax.recipe import Format
-from support import interpret, some
+from support import interpret, mark_rest
 
 E4M3, E4M3_POW2, E5M2, E5M2_POW2 = (Format(dtype, scale=s) for dtype in ("e4m3", "e5m2") for s in ("float32", "pow2"))
 F8 = jnp.float8_e4m3fn
@@ -72,25 +72,25 @@ def test_rows_and_columns(source, width, format):
     real = np.arange(384) < 198
     x[198:] = np.nan
     x = jnp.asarray(x, source)
-    by_row, by_column = interpret(
+    operand, wgrad_operand = interpret(
         lambda x, s: quantize_rows(x, make_blocks(s, 384), format=format),
         x,
         sizes,
     )
     used = 256
     data, scale = expected(x[:used], format, (1, 128), real[:used])
-    assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
-    check(by_row._replace(data=by_row.data[:used]), data, scale.T, format)
+    assert operand.data.shape == (384, width) and operand.scale.shape == (-(-width // 128), 384)
+    check(operand._replace(data=operand.data[:used]), data, scale.T, format)
     data, scale = expected(x[:used], format, (128, 1), real[:used])
-    assert by_column.data.shape == (width, 384)
-    assert by_column.scale.shape == (3, -(-width // 128) * 128)
-    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, format)
-    assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
+    assert wgrad_operand.data.shape == (width, 384)
+    assert wgrad_operand.scale.shape == (3, -(-width // 128) * 128)
+    check(wgrad_operand._replace(data=wgrad_operand.data[:, :used]), data.T, scale, format)
+    assert (wgrad_operand.scale[:2, width:] == 1).all() and (operand.scale[:, 198:used] == 1).all()
 
 
 @pytest.mark.parametrize(
     ("dtype", "width"),
-    some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),
+    mark_rest([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1),
 )
 def test_gathered(dtype, width):
     """The block trains on the rows of other tokens, or on what lies past the last one, where an expert is not full."""
@@ -100,7 +100,7 @@ def test_gathered(dtype, width):
     source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
     source[198:] = 50
     got = interpret(
-        lambda x, at, s: quantize_rows(x, make_blocks(s, 384), gather_idx=at),
+        lambda x, index, s: quantize_rows(x, make_blocks(s, 384), gather_idx=index),
         x,
         source,
         sizes,
@@ -109,25 +109,25 @@ def test_gathered(dtype, width):
     want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
     for g, w in zip(got, want, strict=True):
         axis = w.data.shape.index(384)
-        for a, b, at in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
-            a, b = (a, b) if at is None else (np.take(v, range(used), at).view(np.uint8) for v in (a, b))
+        for a, b, dim in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
+            a, b = (a, b) if dim is None else (np.take(v, range(used), dim).view(np.uint8) for v in (a, b))
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("columns", "gathered"), [(True, False), (False, True), (True, True)])
-def test_one_direction(columns, gathered):
+@pytest.mark.parametrize(("wgrad", "gathered"), [(True, False), (False, True), (True, True)])
+def test_one_direction(wgrad, gathered):
     """Outputs that change places where only one of the two is asked for."""
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
     source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
     sizes = np.array([128], np.int32)
 
-    def quantize(x, sizes, **directions):
-        return quantize_rows(x, make_blocks(sizes, 128), gather_idx=source, **directions)
+    def quantize(x, sizes, **uses):
+        return quantize_rows(x, make_blocks(sizes, 128), gather_idx=source, **uses)
 
     both = interpret(quantize, x, sizes)
-    one = interpret(functools.partial(quantize, rows=not columns, columns=columns), x, sizes)
-    assert one[not columns] is None
-    for got, want in zip(one[columns], both[columns], strict=True):
+    one = interpret(functools.partial(quantize, fprop_or_dgrad=not wgrad, wgrad=wgrad), x, sizes)
+    assert one[not wgrad] is None
+    for got, want in zip(one[wgrad], both[wgrad], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
 

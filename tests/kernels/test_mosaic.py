@@ -24,7 +24,18 @@ from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.pallas import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
-from support import ON_GPU, fake_operands, interpret, kernels_of, make_params, random, rel_error, rel_norm, some, spread
+from support import (
+    ON_GPU,
+    fake_operands,
+    interpret,
+    kernels_of,
+    make_params,
+    mark_rest,
+    random,
+    rel_error,
+    rel_norm,
+    spread,
+)
 from support.bits import differing
 from support.gpus import dirty, pretend
 from support.oracle.block import block as block_by_numpy
@@ -155,7 +166,7 @@ def test_widths(mosaic, widths, recipe):
 
 
 @gpu
-@pytest.mark.parametrize("groups", some((512, 1, 64), 1))
+@pytest.mark.parametrize("groups", mark_rest((512, 1, 64), 1))
 def test_many_groups(mosaic, groups):
     """As many experts as any model has, most of them with few rows."""
     sizes = np.random.default_rng(groups).integers(0, 5, groups) ** 3
@@ -351,7 +362,7 @@ def check_block(mosaic, config, tokens, recipe, kind="", commons=(0.0,)):
             choose_experts(x @ np.float64(params.router), config.router, config.top_k),
             config,
         )
-        want = block_by_numpy(x, params, config, dy_wide, kept=mask)
+        want = block_by_numpy(x, params, config, dy_wide, has_room=mask)
         assert int(stats.dropped) == want.stats["dropped"]
         np.testing.assert_array_equal(stats.tokens_per_expert, want.stats["tokens_per_expert"])
         assert kind != "rounds" or stats.rounds > 1
@@ -388,12 +399,12 @@ def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
 
 @gpu
 @pytest.mark.parametrize(
-    ("name", "recipe", "how"),
-    some([*SHORT_BLOCKS, *MORE_BLOCKS], len(SHORT_BLOCKS)),
+    ("name", "recipe", "kind"),
+    mark_rest([*SHORT_BLOCKS, *MORE_BLOCKS], len(SHORT_BLOCKS)),
 )
-def test_block(mosaic, name, recipe, how):
+def test_block(mosaic, name, recipe, kind):
     """Each kind of block by the kernels: no more than rounding away from float64, routing and drops the same."""
-    check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe, how, (0.0, 3.0))
+    check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe, kind, (0.0, 3.0))
 
 
 @pytest.mark.more

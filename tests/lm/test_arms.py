@@ -115,12 +115,12 @@ def test_settings_come_from_the_other_run(base):
         command.train_config(command.parser().parse_args([*argv, "--preset", "tiny"]))
 
 
-def options(config, *more: str) -> list[str]:
+def options(config, *extra: str) -> list[str]:
     """The options of `python -m lm arms` for the runs of `config`, in a folder of their own."""
     model = ["--d-model", "32", "--d-ff", "32", "--layers", "2", "--heads", "2", "--experts", "8", "--top-k", "2"]
     data = ["--text", config.text, "--batch", "8", "--seq", "32", "--lr", "0.01", "--warmup", "2", "--eval-every", "3"]
-    how = ["--mesh", "dp=2,fsdp=4", "--dtype", "float32", "--engine", "shard_map", "--steps", str(STEPS)]
-    return ["arms", *model, *data, *how, "--eval-batches", "1", *more]
+    run_options = ["--mesh", "dp=2,fsdp=4", "--dtype", "float32", "--engine", "shard_map", "--steps", str(STEPS)]
+    return ["arms", *model, *data, *run_options, "--eval-batches", "1", *extra]
 
 
 @pytest.mark.more
@@ -157,7 +157,7 @@ def test_arms_that_find_no_time_are_named(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("extra", "message"),
     [
         (["--arm", "--d-ff 64"], '--arm "--d-ff 64": model was .* it cannot change'),
         (["--arm", "--steps 9"], '--arm "--steps 9": --steps is the same in all arms'),
@@ -169,9 +169,9 @@ def test_arms_that_find_no_time_are_named(config, tmp_path, capsys):
         (["--arm", "--recipe fp8_block", "--resume"], "--resume, --from and the options of several processes"),
     ],
 )
-def test_arms_that_cannot_run(config, tmp_path, capsys, more, message):
+def test_arms_that_cannot_run(config, tmp_path, capsys, extra, message):
     """Breaks if an arm that cannot run is told after the run before it, or in a traceback."""
-    assert command.main(options(config, "--out", str(tmp_path / "runs"), *more)) == 2
+    assert command.main(options(config, "--out", str(tmp_path / "runs"), *extra)) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{arms.NAME}: error: ") and re.search(message, said), said
     assert not (tmp_path / "runs").exists()

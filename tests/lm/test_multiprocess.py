@@ -330,8 +330,8 @@ def test_rows_of_a_batch():
     stream = np.random.default_rng(0).integers(0, 255, 999, np.uint8)
     corpus = Corpus(stream, stream, "noise", "")
     for batch in (
-        lambda **of: corpus.batch(1, 2, 8, 16, **of),
-        lambda **of: corpus.held_out_batch(1, 3, 8, 16, **of),
+        lambda **share: corpus.batch(1, 2, 8, 16, **share),
+        lambda **share: corpus.held_out_batch(1, 3, 8, 16, **share),
     ):
         parts = [batch(rows=slice(i, i + 4)) for i in (0, 4)]
         assert (np.concatenate(parts) == batch()).all()

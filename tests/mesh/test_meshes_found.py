@@ -18,7 +18,7 @@ import moax
 from moax import Axes, inspect, ops
 from moax.kernels.device import find_device, why_not_hopper
 from moax.mesh.specs import named
-from support import make_mesh, make_params, put, random, some
+from support import make_mesh, make_params, mark_rest, put, random
 from support.block import MESH, check_gradients
 from support.oracle.block import block as block_by_numpy
 
@@ -48,18 +48,18 @@ def shapes_of(tree, shardings=None):
     )
 
 
-@pytest.mark.parametrize("found", ["jax.set_mesh", *some(["with mesh", "shapes"], 0)])
-def test_weights_cross_as_bytes_however_the_mesh_is_found(found):
+@pytest.mark.parametrize("origin", ["jax.set_mesh", *mark_rest(["with mesh", "shapes"], 0)])
+def test_weights_cross_as_bytes_however_the_mesh_is_found(origin):
     """Breaks if a block under `with mesh:`, or whose operands alone name the mesh, runs as on no mesh: every device
     would then gather all experts in float32 and keep the whole gradient."""
     mesh = make_mesh("2x4")
     sharding = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
     force = {"jax.set_mesh": jax.set_mesh, "with mesh": lambda mesh: mesh}.get(
-        found,
+        origin,
         contextlib.nullcontext,
     )
     with force(mesh):
-        if found == "shapes":
+        if origin == "shapes":
             compiled = jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS), sharding)).compile()
         else:
             step = jax.jit(GRADIENTS, in_shardings=sharding, out_shardings=sharding)

@@ -27,7 +27,7 @@ from moax.mesh.collectives import gather_qshard, gather_weight, reduce_max, scat
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, find_mesh_view
 from moax.recipe import Format, Recipe
-from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_norm, some
+from support import ENGINES, MESHES, make_mesh, make_params, mark_rest, put, random, rel_norm
 from support.block import MESH, check, check_gradients, cotangent, loss_of
 from support.oracle.block import block as block_by_numpy
 
@@ -180,7 +180,7 @@ def test_some_of_the_axes_manual():
 
 @pytest.mark.parametrize(
     ("recipe", "engine"),
-    some(
+    mark_rest(
         [("fp8_block", "auto"), (None, "auto"), (None, "shard_map"), ("fp8_block", "shard_map")],
         1,
     ),
@@ -254,7 +254,7 @@ WAYS = (*ENGINES, "explicit")
 
 @pytest.mark.parametrize(
     ("way", "mesh"),
-    some(
+    mark_rest(
         [
             ("custom_partitioning", "2x4"),
             ("shard_map", "tp2x2x2"),
@@ -374,8 +374,8 @@ def test_rows_that_do_not_divide(way):
 # An op that follows its weight's layout, as the products do, and refuses one layout.
 
 
-def follow_contract(static, operands, found):
-    own_spec = Spec(None, None) if found[0] is None else found[0]
+def follow_contract(static, operands, operand_specs):
+    own_spec = Spec(None, None) if operand_specs[0] is None else operand_specs[0]
     if len(own_spec) > 1 and own_spec[1] is not None:
         raise ValueError(f"w: dim 1 is sharded over {own_spec[1]}")
     names = own_spec[0] if len(own_spec) and own_spec[0] is not None else ()
@@ -395,16 +395,16 @@ _follow = Op("follow", follow_local, "a b -> a, b", sharding=follow_contract)
 
 
 @pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
-@pytest.mark.parametrize("at", [P(), P(("ep",)), P(("fsdp", "ep")), P(("ep", "fsdp"))], ids=str)
-def test_the_layout_that_an_operand_has(way, at):
+@pytest.mark.parametrize("own_spec", [P(), P(("ep",)), P(("fsdp", "ep")), P(("ep", "fsdp"))], ids=str)
+def test_the_layout_that_an_operand_has(way, own_spec):
     """Breaks if an operand's own layout is not what the contract is asked about, or the local function is not told."""
     mesh = make_mesh("2x4", way)
     w = rows(16, 4)
     with jax.set_mesh(mesh):
         layout, total = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w))(
-            jax.device_put(w, NamedSharding(mesh, at))
+            jax.device_put(w, NamedSharding(mesh, own_spec))
         )
-    names = at[0] if len(at) else ()
+    names = own_spec[0] if len(own_spec) else ()
     np.testing.assert_array_equal(layout, np.full(16, len(names)))
     np.testing.assert_array_equal(total, w.sum(0))
 
@@ -452,7 +452,7 @@ def test_vmap(way):
 CONFIG = moax.MoEConfig(16, 24, 8, 2, use_bias=True, router=moax.RouterConfig(aux_loss=0.1))
 
 
-@pytest.mark.parametrize("way", some(["explicit", "custom_partitioning", "shard_map"], 1))
+@pytest.mark.parametrize("way", mark_rest(["explicit", "custom_partitioning", "shard_map"], 1))
 def test_arguments_that_lie_nowhere_yet(way):
     """Breaks if the block needs its arguments placed: those made before the mesh was set are one device's."""
     x = jnp.asarray(random(1, 32, 16))
@@ -464,7 +464,7 @@ def test_arguments_that_lie_nowhere_yet(way):
     check_gradients(*got, block_by_numpy(x, params, CONFIG, dy), MESH)
 
 
-@pytest.mark.parametrize("way", some(["custom_partitioning", "none", "shard_map", "explicit"], 1))
+@pytest.mark.parametrize("way", mark_rest(["custom_partitioning", "none", "shard_map", "explicit"], 1))
 def test_vmap_of_the_block(way):
     """Breaks if a batch of blocks, each with its own tokens and parameters, is not one after the other, forward or
     backward: a rule that batched a sort, an exchange or a gather wrongly would."""

@@ -25,7 +25,7 @@ from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sh
 from moax.ops.weights import WeightSpec, find_layout, replicas
 from moax.params import dense_spec, param_specs, reshard_params, shard_specs, token_spec
 from moax.recipe import FULL, RECIPES
-from support import make_mesh, some
+from support import make_mesh, mark_rest
 
 ROUTER = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
 CONFIG = MoEConfig(
@@ -46,9 +46,9 @@ def mesh_of_sizes(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def layout(name: str, of: P, kept: tuple, axes: ResolvedAxes):
-    weight = WeightSpec(name, of, axes, FULL, "xla", np.dtype(np.float32), kept)
-    return find_layout(weight, of, len(kept))
+def layout(name: str, own_spec: P, kept_axes: tuple, axes: ResolvedAxes):
+    weight = WeightSpec(name, own_spec, axes, FULL, "xla", np.dtype(np.float32), kept_axes)
+    return find_layout(weight, own_spec, len(kept_axes))
 
 
 def roles_on(axes: Axes = Axes(), **sizes: int) -> ResolvedAxes:
@@ -174,7 +174,7 @@ KEPT = (("expert",), (), ())
 
 
 @pytest.mark.parametrize(
-    "roles, kept, of, gather",
+    "roles, kept_axes, own_spec, gather",
     [
         (ROLES, WI, P(("ep", "fsdp"), None, None, "tp"), (("fsdp",), (), (), ())),
         (ROLES, WI, P("ep", "fsdp", None, "tp"), ((), ("fsdp",), (), ())),
@@ -188,16 +188,16 @@ KEPT = (("expert",), (), ())
         (ROLES, ((), ("tp",)), P(("fsdp", "ep"), "tp"), (("fsdp", "ep"), ())),
     ],
 )
-def test_layout_of_a_weight(roles, kept, of, gather):
+def test_layout_of_a_weight(roles, kept_axes, own_spec, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is where a dim keeps it, if quantizing does not keep the
     shard, or if an axis of no role stays in the spec."""
-    own, keeps, results = layout("w", of, kept, roles)
-    assert keeps == kept and results == gather
-    assert pad(own, len(kept)) == tuple(k + g for k, g in zip(kept, gather, strict=True))
+    own, keeps, results = layout("w", own_spec, kept_axes, roles)
+    assert keeps == kept_axes and results == gather
+    assert pad(own, len(kept_axes)) == tuple(k + g for k, g in zip(kept_axes, gather, strict=True))
 
 
 @pytest.mark.parametrize(
-    "of, dim, message",
+    "own_spec, dim, message",
     [
         (P(("fsdp", "ep"), None, None, "tp"), 0, "is sharded over mesh axes 'fsdp', 'ep'; it must be sharded over mesh "
          "axis 'ep' first, and may then be sharded over mesh axis 'fsdp'"),
@@ -207,11 +207,11 @@ def test_layout_of_a_weight(roles, kept, of, gather):
         (P("ep", "dp", None, "tp"), 1, "is sharded over mesh axis 'dp'; it may be sharded over mesh axis 'fsdp' alone"),
     ],
 )  # fmt: skip
-def test_conflicting_layouts(of, dim, message):
+def test_conflicting_layouts(own_spec, dim, message):
     """Breaks if a layout that no gather repairs is used all the same (experts in another order than the ranks that own
     them), or if the message does not name dim and axes."""
     with pytest.raises(ValueError, match=re.escape(f"params.wi: dim {dim} {message}")):
-        layout("params.wi", of, WI, ROLES)
+        layout("params.wi", own_spec, WI, ROLES)
 
 
 def test_gradients_are_reduced_over_replicas_never_over_experts():
@@ -239,11 +239,11 @@ def test_large_weights_keep_their_dims():
 
 
 @pytest.mark.parametrize(
-    "of",
-    some([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1),
+    "weight_spec",
+    mark_rest([P("expert", "fsdp", None), P("expert", None, "fsdp")], 1),
     ids=str,
 )
-def test_grouped_dense_end_to_end(of):
+def test_grouped_dense_end_to_end(weight_spec):
     """Transformer Engine's own scenario, 4 groups of 128 tokens, MXFP8, outside any shard_map: gradients lie like their
     primals. Theirs checks no gradient's value; 5e-2 is its bound of the output."""
     mesh = jax.make_mesh(
@@ -267,8 +267,8 @@ def test_grouped_dense_end_to_end(of):
 
     with jax.set_mesh(mesh):
         place = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
-        dx, dw = jax.jit(jax.grad(loss, (0, 1)))(place(x, P(("fsdp", "expert"))), place(w, of))
-    assert dw.sharding.is_equivalent_to(NamedSharding(mesh, of), 3)
+        dx, dw = jax.jit(jax.grad(loss, (0, 1)))(place(x, P(("fsdp", "expert"))), place(w, weight_spec))
+    assert dw.sharding.is_equivalent_to(NamedSharding(mesh, weight_spec), 3)
     assert dx.sharding.is_equivalent_to(NamedSharding(mesh, P(("fsdp", "expert"))), 2)
     for got, want in zip((dx, dw), jax.grad(full, (0, 1))(x, w), strict=True):
         assert np.linalg.norm(got - want) <= 5e-2 * np.linalg.norm(want)

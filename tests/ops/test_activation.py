@@ -17,7 +17,7 @@ from moax.activations import GATED, NOT_ZERO, UNGATED, gates_of
 from moax.inspect import collectives
 from moax.ops import activate
 from moax.ops.activation import activation_of
-from support import TOKENS, program, random, rel_error, some, spec
+from support import TOKENS, mark_rest, program, random, rel_error, spec
 from support.oracle import ops as oracle
 
 
@@ -43,7 +43,7 @@ def test_values_and_derivatives(activation):
     assert rel_error(a, reference.activate(jnp.asarray(h), activation)) < 1e-6
 
 
-@pytest.mark.parametrize("activation", some(SIX, 2))
+@pytest.mark.parametrize("activation", mark_rest(SIX, 2))
 def test_keeps_h_alone(activation):
     """Breaks if forward leaves the float32 arrays of the function to backward, or if a or its gradient has other bits
     than the function without `jax.checkpoint`."""
@@ -58,8 +58,8 @@ def test_keeps_h_alone(activation):
         a, pull = jax.vjp(fn, h)
         return a, *pull(d_a)
 
-    kept = jax.eval_shape(lambda h: jax.vjp(lambda h: activate(h, activation), h)[1], h)
-    assert [(v.shape, v.dtype) for v in jax.tree.leaves(kept)] == [(h.shape, h.dtype)]
+    residuals = jax.eval_shape(lambda h: jax.vjp(lambda h: activate(h, activation), h)[1], h)
+    assert [(v.shape, v.dtype) for v in jax.tree.leaves(residuals)] == [(h.shape, h.dtype)]
     fns = (lambda h: activate(h, activation)), plain
     results = [jax.jit(functools.partial(run, fn))(h, d_a) for fn in fns]
     for got, want in zip(*results, strict=True):
@@ -99,7 +99,7 @@ OWN = {
 @pytest.mark.loose
 @pytest.mark.parametrize(
     "activation",
-    some([(name,) for name in list(OWN)[::-1]], 3),
+    mark_rest([(name,) for name in list(OWN)[::-1]], 3),
     ids=lambda v: re.sub(r" at 0x\w+", "", str(v)),
 )
 def test_further_activations(activation):
@@ -173,7 +173,7 @@ def test_bfloat16(activation):
 
 @pytest.mark.parametrize(
     "way",
-    some(("explicit", "custom_partitioning", "user_inside", "shard_map", "user", "user_vma"), 1),
+    mark_rest(("explicit", "custom_partitioning", "user_inside", "shard_map", "user", "user_vma"), 1),
 )
 def test_on_mesh(way):
     """Shardings pass through: rows over (fsdp, ep), F over tp, forward and backward, and nothing is communicated."""

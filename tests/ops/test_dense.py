@@ -22,12 +22,12 @@ from support import (
     gather_counts,
     in_user_shard_map,
     make_mesh,
+    mark_rest,
     program,
     put,
     random,
     rel_error,
     size,
-    some,
     spec,
 )
 from support.oracle.formats import round_rows, round_weight
@@ -177,7 +177,7 @@ BATCHES = [
 
 @pytest.mark.parametrize(
     ("way", "rows", "of_x"),
-    some(
+    mark_rest(
         [
             ("explicit", *BATCHES[0]),
             ("custom_partitioning", *BATCHES[1]),
@@ -198,7 +198,7 @@ def test_batches(way, rows, of_x):
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
 
 
-@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8"), 1))
+@pytest.mark.parametrize("recipe", mark_rest(("fp8_block", None, "mxfp8"), 1))
 def test_bfloat16(recipe):
     """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once
     to bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
@@ -228,7 +228,7 @@ EVERY += [
 ]
 
 
-@pytest.mark.parametrize("way, recipe, layout", some(EVERY, 2))
+@pytest.mark.parametrize("way, recipe, layout", mark_rest(EVERY, 2))
 def test_collectives(way, recipe, layout):
     """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and
     lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
@@ -251,7 +251,7 @@ def test_collectives(way, recipe, layout):
     assert dx.sharding.shard_shape(dx.shape) == (2, width)
 
 
-@pytest.mark.parametrize("way", some(WAYS[:3], 1))
+@pytest.mark.parametrize("way", mark_rest(WAYS[:3], 1))
 def test_quantizing_halves_what_is_gathered(way):
     """Bytes of the bfloat16 program's gathers against fp8_block's: at most 0.53, the scales included."""
     sent = {}
@@ -270,7 +270,7 @@ def test_quantizing_halves_what_is_gathered(way):
     assert sent["fp8_block"] <= 0.53 * sent[None]
 
 
-@pytest.mark.parametrize("shape", some([((12, 64),), ((7, 9),), ((32, 48),), ((12, 20),)], 1))
+@pytest.mark.parametrize("shape", mark_rest([((12, 64),), ((7, 9),), ((32, 48),), ((12, 20),)], 1))
 def test_default_layout(shape):
     """Without `w_spec`, on the shard_map engine: what `dense_spec` says, on whichever dim divides, or whole."""
     with jax.set_mesh(make_mesh("2x4")):

@@ -27,12 +27,12 @@ from support import (
     gather_counts,
     in_user_shard_map,
     make_mesh,
+    mark_rest,
     program,
     put,
     random,
     rel_error,
     size,
-    some,
     spec,
 )
 from support.oracle.ops import grouped_matmul_vjp
@@ -188,14 +188,14 @@ def group_sizes_on(shards, experts, largest):
     return tuple(sizes.reshape(-1))
 
 
-def place_on_mesh(way, mesh, layout, recipe=None, width=32, columns=None, most=9, align=4):
+def place_on_mesh(way, mesh, layout, recipe=None, width=32, columns=None, largest=9, align=4):
     """`grouped_matmul` and its gradients as a program on the mesh; its operands, and which rows are real."""
     columns = columns or ((24,) if layout.startswith("tp rows") else (2, 24))
     shards = size(mesh, *TOKENS)
     ranks = size(mesh, "ep")
     local = 8 // ranks
-    num_rows = local * (-(-most // align) * align) + align
-    sizes = group_sizes_on(shards, local, most)
+    num_rows = local * (-(-largest // align) * align) + align
+    sizes = group_sizes_on(shards, local, largest)
     (x, w, sizes, bias, dy), real = problem(
         sizes,
         align,
@@ -269,7 +269,7 @@ def test_on_mesh(way, mesh, layout, recipe):
         extra = dict(
             width=256,
             columns=columns,
-            most=40,
+            largest=40,
             align=max(RECIPES[recipe].row_alignment, 8),
         )
     got, want, real = run_on_mesh(way, mesh, layout, recipe, **extra)
@@ -286,7 +286,7 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("way, layout, recipe", some(COLLECTIVES, 2))
+@pytest.mark.parametrize("way, layout, recipe", mark_rest(COLLECTIVES, 2))
 def test_collectives(way, recipe, layout):
     """Weights cross fsdp as bytes, twice (forward, dgrad), in whatever order; the gradient leaves by one reduce-scatter
     and lies like the weight; no row of an activation moves, nor does the layout of a weight propagate to one."""
@@ -299,7 +299,7 @@ def test_collectives(way, recipe, layout):
         recipe,
         width=64,
         columns=(2, 64),
-        most=3,
+        largest=3,
         align=align,
     )
     traffic = p.under(lambda *args: inspect.collectives(p.fn, *args))
@@ -322,14 +322,14 @@ def test_collectives(way, recipe, layout):
 
 @pytest.mark.parametrize(
     ("way", "layout"),
-    some([("custom_partitioning", "tp columns and fsdp"), ("explicit", "tp rows and fsdp"),
+    mark_rest([("custom_partitioning", "tp columns and fsdp"), ("explicit", "tp rows and fsdp"),
           *itertools.product(("shard_map",), ("tp columns and fsdp", "tp rows and fsdp"))], 2),
 )  # fmt: skip
 def test_width_stays_split(way, layout):
     """Over tp nothing is gathered: the product that contracts the split dim sums its rows over tp, the other needs
     none."""
     columns = (2, 64) if layout.startswith("tp columns") else (64,)
-    p, *_ = place_on_mesh(way, "tp2x2x2", layout, width=32, columns=columns, most=3)
+    p, *_ = place_on_mesh(way, "tp2x2x2", layout, width=32, columns=columns, largest=3)
     traffic = p.under(lambda *args: inspect.collectives(p.fn, *args))
     assert {c.axes for c in traffic if c.kind in ("all-gather", "reduce-scatter")} == {("fsdp",)}
     rows = [c for c in traffic if c.axes == ("tp",) and c.size > 4 * 64]
@@ -384,8 +384,8 @@ def test_under_scan_and_remat():
     assert rel_error(da, db, per=0) < 1e-6
 
 
-@pytest.mark.parametrize("at", [P(), P("ep"), P(None, ("fsdp", "ep"))], ids=str)
-def test_operands_of_another_layout(at):
+@pytest.mark.parametrize("x_spec", [P(), P("ep"), P(None, ("fsdp", "ep"))], ids=str)
+def test_operands_of_another_layout(x_spec):
     """Explicit axes: rows that lie otherwise are moved, and their gradient comes back as they lay."""
     (x, w, sizes, bias, dy), real = problem(
         group_sizes_on(8, 2, 5),
@@ -398,7 +398,7 @@ def test_operands_of_another_layout(at):
     )
     out = P(("fsdp", "ep"))
     fn = lambda x, w, sizes, bias, engine: (grouped_matmul(x, w, sizes, bias), ())  # noqa: E731
-    specs = (at, P("ep", None, "fsdp"), P(), P())
+    specs = (x_spec, P("ep", None, "fsdp"), P(), P())
     p = program(
         "explicit",
         "2x4",

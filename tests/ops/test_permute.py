@@ -20,7 +20,7 @@ from moax.kernels import xla
 from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, plan_rows, sorted_rows
 from moax.types import Plan
-from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
+from support import MESHES, TOKENS, WAYS, integers, mark_rest, program, random, rel_error, size, spec
 from support.oracle import ops as oracle
 
 ROWS, WIDTH, GROUPS, TOP_K = 24, 16, 6, 3
@@ -187,9 +187,9 @@ def test_negative_ids_are_no_expert():
     st.lists(st.integers(0, 5), min_size=2 * 12, max_size=2 * 12),
     st.sampled_from([(1, None), (1, 1), (1, 9), (4, 9), (4, 23), (4, None)]),
 )
-def test_any_distribution(flat, how):
+def test_any_distribution(flat, settings):
     """Any group sizes, ids of "none" (5) included, aligned or not, dropped or not; the buffer holds every kept row."""
-    align, capacity = how
+    align, capacity = settings
     experts = np.asarray(flat, np.int32).reshape(12, 2)
     _, plan = _plan_of_twelve(jnp.asarray(experts), align, capacity)
     check_plan(plan, experts, 5, align, capacity)
@@ -374,19 +374,19 @@ def check_on_mesh(way, mesh, other=None):
         assert rel_error(d_weights[mine], want_weights) < 1e-6
 
 
-@pytest.mark.parametrize("way, mesh", some([*COVER, *FULL], len(COVER)))
+@pytest.mark.parametrize("way, mesh", mark_rest([*COVER, *FULL], len(COVER)))
 def test_each_shard_sorts_its_own(way, mesh):
     """Plans, drops, sums and gradients of a shard are those of its rows alone; row numbers are the shard's."""
     check_on_mesh(way, mesh)
 
 
-@pytest.mark.parametrize("at", some([P("ep"), P(), P(("ep", "fsdp"))], 1), ids=str)
-def test_operands_of_another_layout(at):
+@pytest.mark.parametrize("x_spec", mark_rest([P("ep"), P(), P(("ep", "fsdp"))], 1), ids=str)
+def test_operands_of_another_layout(x_spec):
     """Explicit axes: rows that lie otherwise are moved, and gradients come back as they lay."""
-    check_on_mesh("explicit", "2x4", at)
+    check_on_mesh("explicit", "2x4", x_spec)
 
 
-@pytest.mark.parametrize("way", some(WAYS[:3], 2))
+@pytest.mark.parametrize("way", mark_rest(WAYS[:3], 2))
 def test_nothing_is_communicated(way):
     """Forward and backward compile to no collective at all: a global sort would gather every row."""
     x = random(23, 64, WIDTH)
@@ -474,7 +474,7 @@ def test_unpermute_errors(rows, weights):
         unpermute(jnp.zeros(rows), plan, jnp.zeros(weights))
 
 
-@pytest.mark.parametrize("way", some(("none", "explicit", "custom_partitioning", "user_vma", "shard_map"), 1))
+@pytest.mark.parametrize("way", mark_rest(("none", "explicit", "custom_partitioning", "user_vma", "shard_map"), 1))
 def test_weights_go_with_their_rows(way):
     """Breaks if the weight of a row is that of another, the gradient of a weight without a row is not 0, rows times
     weights sum to another y than weighted sums, or a shard reads a weight of another."""

@@ -17,7 +17,7 @@ import moax
 from moax import reference
 from moax.config import RouterConfig
 from moax.inspect import collectives
-from support import TOKENS, WAYS, Table, integers, program, random, rel_error, some, spec, spread
+from support import TOKENS, WAYS, Table, integers, mark_rest, program, random, rel_error, spec, spread
 from support.oracle.ops import choose_experts, route_losses, route_losses_grad
 
 TOKENS_, EXPERTS, TOP_K = 64, 16, 4
@@ -89,7 +89,7 @@ def test_matches_reference(score, order, groups):
 
 @pytest.mark.parametrize(
     "tokens, experts, top_k, score",
-    some(
+    mark_rest(
         [
             (128, 32, 4, "softmax"),
             (2048, 128, 8, "sigmoid"),
@@ -181,8 +181,8 @@ def test_on_mesh(way, mesh, router):
     assert rel_error(d_logits, d_want, per=0) < 2e-6
 
 
-@pytest.mark.parametrize("at", some([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
-def test_logits_of_another_layout(at):
+@pytest.mark.parametrize("logits_spec", mark_rest([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
+def test_logits_of_another_layout(logits_spec):
     """Explicit axes: logits that lie otherwise are moved, and their gradient comes back as they lay."""
     config = CONFIGS["softmax"]
     logits = random(20, TOKENS_, EXPERTS)
@@ -194,7 +194,7 @@ def test_logits_of_another_layout(at):
         "2x4",
         fn,
         (logits,),
-        (at,),
+        (logits_spec,),
         (spec("2x4", TOKENS), P(), P()),
         cotangents=cotangents,
     )
@@ -371,7 +371,7 @@ def test_vmap(way):
         assert rel_error(d[i], pull(jnp.asarray(cotangents[i]))[0]) < 1e-6
 
 
-@pytest.mark.parametrize("way", some(WAYS[:3], 1))
+@pytest.mark.parametrize("way", mark_rest(WAYS[:3], 1))
 def test_logits_stay_on_their_shard(way):
     """Forward and backward move sums over tokens, [E] vectors, and nothing of a token."""
     rows = spec("2x4", TOKENS, None)

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from support.compare import rel_error, rel_norm
-from support.covering import Table, some, spread
+from support.covering import Table, mark_rest, spread
 from support.inputs import integers, make_params, random
 from support.interpreter import interpret, kernels_of, lower
 from support.meshes import ENGINES, MESHES, TOKENS, WAYS, gather_counts, in_user_shard_map, make_mesh, put, size, spec
@@ -46,13 +46,13 @@ __all__ = [
     "lower",
     "make_mesh",
     "make_params",
+    "mark_rest",
     "program",
     "put",
     "random",
     "rel_error",
     "rel_norm",
     "size",
-    "some",
     "spec",
     "spread",
 ]

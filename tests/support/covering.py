@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 
-def some(cases: Iterable, count: int) -> list:
+def mark_rest(cases: Iterable, count: int) -> list:
     """Returns the cases as parameters, those after the first `count` for `make test-more`."""
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=() if i < count else pytest.mark.more) for i, case in enumerate(cases)]
@@ -29,8 +29,8 @@ def spread(short: int | Iterable[tuple], *options: Iterable) -> list:
     """Returns every combination as parameters: first those of `short`, or as many that hold most pairs; the others
     for `make test-more`."""
     table = Table("", {str(i): tuple(values) for i, values in enumerate(options)}, [])
-    table_rows = table.more(short, min(2, len(table.options))) if isinstance(short, int) else list(short)
-    return some(
+    table_rows = table.sample_rows(short, min(2, len(table.options))) if isinstance(short, int) else list(short)
+    return mark_rest(
         [*table_rows, *(case for case in table.cases() if case not in table_rows)],
         len(table_rows),
     )
@@ -79,7 +79,7 @@ class Table:
 
     def complete(self) -> Table:
         """Returns the table with as many more rows as it takes to hold every pair."""
-        return dataclasses.replace(self, rows=[*self.rows, *self.more(sys.maxsize, 2)])
+        return dataclasses.replace(self, rows=[*self.rows, *self.sample_rows(sys.maxsize, 2)])
 
     def cases(self) -> Iterator[tuple]:
         """Returns every possible case."""
@@ -87,7 +87,7 @@ class Table:
             if self.possible(**dict(zip(self.options, row, strict=True))):
                 yield row
 
-    def more(self, count: int, strength: int = 3) -> list[tuple]:
+    def sample_rows(self, count: int, strength: int = 3) -> list[tuple]:
         """Returns at most `count` further rows for the missing triples: at each step the case that holds most of
         them."""
         missing = self.missing(strength)
@@ -101,11 +101,11 @@ class Table:
             missing -= held
         return rows
 
-    def parameters(self, more: int = 16, strength: int = 3, short: int | None = None) -> list:
+    def parameters(self, extra: int = 16, strength: int = 3, short: int | None = None) -> list:
         """Returns the complete rows, those after the first `short` marked `more`, as are the rows that hold most
         triples."""
         pairs = self.complete()
-        rows = [*pairs.rows, *pairs.more(more, strength)]
+        rows = [*pairs.rows, *pairs.sample_rows(extra, strength)]
         late = len(pairs.rows) if short is None else short
         marks = [() if i < late else pytest.mark.more for i in range(len(rows))]
         return [pytest.param(*r, id="-".join(map(str, r)), marks=m) for r, m in zip(rows, marks, strict=True)]

@@ -60,10 +60,10 @@ def program(
     on = None if way == "none" else make_mesh(mesh, way)
 
     def with_gradients(forward, args, cotangents):
-        def some(*inputs):
+        def apply(*inputs):
             return forward(*(inputs[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))
 
-        floats, pull, aux = jax.vjp(some, *(args[i] for i in wrt), has_aux=True)
+        floats, pull, aux = jax.vjp(apply, *(args[i] for i in wrt), has_aux=True)
         if way == "explicit":  # A cotangent must have exactly the type of its result.
             cotangents = jax.tree.map(
                 lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding),

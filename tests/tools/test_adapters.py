@@ -150,8 +150,8 @@ def test_the_benchmark_spells_an_arm_like_the_command():
     arms = set(re.findall(r"`(\w+\+(?:kept|gathered|whole))`", text)) | set(
         re.findall(r"-m moax\.adapters\.maxtext (\S+)", text)
     )
-    kept = {f"{recipe}+{how}" for recipe in ("none", "fp8_block") for how in ("kept", "gathered")}
-    assert kept | {"fp8_block", "none", "none+whole"} <= arms
+    words = {f"{recipe}+{suffix}" for recipe in ("none", "fp8_block") for suffix in ("kept", "gathered")}
+    assert words | {"fp8_block", "none", "none+whole"} <= arms
     for arm in arms:
         maxtext.read_arm(arm)
 
@@ -236,24 +236,24 @@ def test_install_replaces_what_it_replaced_before(framework):
         maxtext.install(recipes="fp8_block")
 
 
-@pytest.mark.parametrize("kept", ["kept", "gathered"])
+@pytest.mark.parametrize("preparation", ["kept", "gathered"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_layers_have_quantized_weights_for_a_step(framework, monkeypatch, kept, microbatches):
+def test_layers_have_quantized_weights_for_a_step(framework, monkeypatch, preparation, microbatches):
     """Breaks if the weights of a step of one microbatch are not quantized once, or stay in MaxText's state."""
     nnx = pytest.importorskip("flax.nnx")
     monkeypatch.setattr(nnx, "iter_graph", lambda model: ((None, node) for node in model))
     calls = []
-    monkeypatch.setattr(maxtext, "quantize_layer", lambda layer, options, kept: calls.append(kept))
-    maxtext.install(kept=kept)
+    monkeypatch.setattr(maxtext, "quantize_layer", lambda layer, options, preparation: calls.append(preparation))
+    maxtext.install(kept=preparation)
     settings = config(gradient_accumulation_steps=microbatches)
     model = [framework.layer(), framework.layer()]
     if microbatches == 1:
         quantized = framework.train.loss_fn(model, settings)
     else:
         quantized = framework.train.gradient_accumulation_loss_and_grad(framework.train.loss_fn, settings, model)
-    assert quantized == [True, True] and calls == [kept] * 2
+    assert quantized == [True, True] and calls == [preparation] * 2
     assert not any(has_quantized(layer) for layer in model)
-    with pytest.raises(ValueError, match=rf"\+{kept} needs scan_layers=False"):
+    with pytest.raises(ValueError, match=rf"\+{preparation} needs scan_layers=False"):
         framework.train.loss_fn(model, config(scan_layers=True))
 
 
@@ -263,7 +263,7 @@ def test_no_layer_is_left_quantized(framework, monkeypatch):
     monkeypatch.setattr(nnx, "iter_graph", lambda model: ((None, node) for node in model))
     model = [framework.layer() for _ in range(3)]
 
-    def quantize(layer, options, kept):
+    def quantize(layer, options, preparation):
         if layer is model[1]:
             raise ValueError("params.wi has shape ()")
 
@@ -274,11 +274,11 @@ def test_no_layer_is_left_quantized(framework, monkeypatch):
     assert not any(has_quantized(layer) for layer in model)
 
 
-@pytest.mark.parametrize("kept", ["kept", "gathered"])
-def test_kept_says_whether_weights_are_gathered(kept):
+@pytest.mark.parametrize("preparation", ["kept", "gathered"])
+def test_kept_says_whether_weights_are_gathered(preparation):
     """Breaks if `+gathered` leaves the gather to each microbatch, or `+kept` takes it away."""
-    quantized = maxtext.quantize_layer(layer(config()), moax.Options(axes=maxtext.AXES), kept)
-    assert quantized.gathered == (kept == "gathered")
+    quantized = maxtext.quantize_layer(layer(config()), moax.Options(axes=maxtext.AXES), preparation)
+    assert quantized.gathered == (preparation == "gathered")
 
 
 def test_run_layer_is_the_layer_of_maxtext():

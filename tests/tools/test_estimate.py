@@ -20,7 +20,7 @@ from moax.block.plan import make_plan
 from moax.estimate import HARDWARE, estimate
 from moax.models import MODELS
 from moax.params import expert_specs, operand_shapes
-from support import some
+from support import mark_rest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,7 +67,7 @@ def listed(transfers) -> Counter:
 
 @pytest.mark.parametrize(
     "case",
-    some(
+    mark_rest(
         [
             "dp-fsdp-ep",
             "tp-mxfp8-all_to_all",
@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_program(case):
 
 @pytest.mark.parametrize(
     "case",
-    some(
+    mark_rest(
         [
             "dp-fsdp-ep",
             "passes-rows-again",
@@ -253,8 +253,10 @@ def test_a_shared_expert_keeps_no_float32():
     config = moax.MoEConfig(2048, 768, 128, 8, shared_d_ff=512, shared_gate=True)
     e = estimate(config, {"fsdp": 8}, 8192)
     rows = [(a.dtype, a.shape) for a in e.saved_arrays if a.shape[0] == 8192 and a.bytes >= 8192 * 512]
-    kept = [("bfloat16", (8192, columns)) for columns in (512, 1024, 2048, 2048)]  # a, h, x, and rows before the gate
-    assert sorted(rows, key=str) == sorted([*kept, ("float32", (8192, 128))], key=str)
+    saved_rows = [
+        ("bfloat16", (8192, columns)) for columns in (512, 1024, 2048, 2048)
+    ]  # a, h, x, and rows before the gate
+    assert sorted(rows, key=str) == sorted([*saved_rows, ("float32", (8192, 128))], key=str)
 
 
 def test_a_policy_keeps_no_rows(monkeypatch):

@@ -16,7 +16,7 @@ from moax import inspect
 from moax.estimate import Once, estimate
 from moax.params import operand_shapes
 from moax.types import KEPT
-from support import make_params, put, random, some
+from support import make_params, mark_rest, put, random
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2)
 SHARED = dataclasses.replace(CONFIG, shared_d_ff=128)
@@ -47,19 +47,19 @@ WIRES = [
 AS_WRITTEN = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
-@pytest.mark.parametrize(("sizes", "recipe", "fsdp_dim"), some(SIZES, 3))
+@pytest.mark.parametrize(("sizes", "recipe", "fsdp_dim"), mark_rest(SIZES, 3))
 def test_bytes_are_those_of_the_arrays(sizes, recipe, fsdp_dim):
     """Breaks if an array of quantized weights is forgotten, or counted whole where a device has a shard of it, or the
     reverse."""
     options = moax.Options(recipe=recipe, axes=moax.Axes(fsdp_dim=fsdp_dim), kernels="xla")
     mesh = moax.make_mesh(sizes)
-    for kept in KEPT:
+    for preparation in KEPT:
         with jax.set_mesh(mesh):
             params = put(mesh, moax.param_specs(CONFIG, options.axes), make_params(CONFIG))
-            quantized = moax.quantize_params(params, CONFIG, options, gather=kept == "gathered")
+            quantized = moax.quantize_params(params, CONFIG, options, gather=preparation == "gathered")
         arrays = jax.tree.leaves(quantized)
         nbytes = sum(array.addressable_shards[0].data.nbytes for array in arrays)
-        foretold = estimate(CONFIG, sizes, TOKENS, options, layers=5, kept=kept)
+        foretold = estimate(CONFIG, sizes, TOKENS, options, layers=5, kept=preparation)
         assert foretold.memory.quantized == 5 * nbytes > 0
 
 
@@ -68,30 +68,35 @@ def test_bytes_of_hopper():
     elements = 48 * 128 * 3 * 2048 * 768
     scales = 4 * elements // 128**2
     sizes = {"fsdp": 4, "ep": 2}
-    kept, gathered = (
-        estimate("qwen3-30b", sizes, TOKENS, recipe="fp8_block", kept=kept).memory.quantized for kept in KEPT
+    prepared, gathered = (
+        estimate("qwen3-30b", sizes, TOKENS, recipe="fp8_block", kept=preparation).memory.quantized
+        for preparation in KEPT
     )
-    assert (kept, gathered) == (2 * (elements + scales) // 8, 2 * (elements + scales) // 2)
+    assert (prepared, gathered) == (2 * (elements + scales) // 8, 2 * (elements + scales) // 2)
 
 
 def test_parameters_of_the_dtype_are_not_copied():
     """Breaks if weights that need no rounding count twice where no device gathers them."""
     options = dict(param_dtype="bfloat16", layers=1)
-    plain, kept, gathered = (estimate("qwen3-30b", FSDP, TOKENS, kept=kept, **options) for kept in (None, *KEPT))
-    assert kept.memory == plain.memory and kept.once == Once()
+    plain, prepared, gathered = (
+        estimate("qwen3-30b", FSDP, TOKENS, kept=preparation, **options) for preparation in (None, *KEPT)
+    )
+    assert prepared.memory == plain.memory and prepared.once == Once()
     assert gathered.memory.quantized == 2 * 128 * 3 * 2048 * 768
 
 
-@pytest.mark.parametrize(("config", "sizes", "recipe", "kept"), some(WIRES, 1))
-def test_wire_is_that_of_the_program(config, sizes, recipe, kept):
+@pytest.mark.parametrize(("config", "sizes", "recipe", "preparation"), mark_rest(WIRES, 1))
+def test_wire_is_that_of_the_program(config, sizes, recipe, preparation):
     """Breaks if weights that are gathered once count in each microbatch, or gradients and other weights count once."""
     options = moax.Options(recipe=recipe, kernels="xla", buffer_factor=4.0)
     mesh = moax.make_mesh(sizes)
 
     def step(params, parts):
         quantized = None
-        if kept is not None:
-            quantized = moax.quantize_params(params, config, options, dtype=jnp.float32, gather=kept == "gathered")
+        if preparation is not None:
+            quantized = moax.quantize_params(
+                params, config, options, dtype=jnp.float32, gather=preparation == "gathered"
+            )
 
         def loss(params, x):
             return jnp.sum(moax.moe(x, params, config, options, quantized=quantized)[0] ** 2)
@@ -112,12 +117,19 @@ def test_wire_is_that_of_the_program(config, sizes, recipe, kept):
             .lower(params, parts)
             .compile(compiler_options=AS_WRITTEN)
         )
-    found = inspect.collectives(program, mesh=mesh)
+    traffic = inspect.collectives(program, mesh=mesh)
     foretold = estimate(
-        config, sizes, MICROBATCHES * TOKENS, options, dtype="float32", layers=2, microbatches=MICROBATCHES, kept=kept
+        config,
+        sizes,
+        MICROBATCHES * TOKENS,
+        options,
+        dtype="float32",
+        layers=2,
+        microbatches=MICROBATCHES,
+        kept=preparation,
     )
-    gathers = inspect.total_bytes(inspect.weight_gathers(found))
-    scatters = inspect.total_bytes(inspect.weight_scatters(found))
+    gathers = inspect.total_bytes(inspect.weight_gathers(traffic))
+    scatters = inspect.total_bytes(inspect.weight_scatters(traffic))
     assert foretold.wire_bytes("gather_weight") == 2 * gathers > 0
     assert foretold.wire_bytes("scatter_gradient") == 2 * scatters > 0
 
@@ -127,23 +139,24 @@ def test_the_three_ways():
     or if their quantization is counted in each microbatch."""
     options = dict(recipe="fp8_block", layers=2)
     one = estimate("qwen3-30b", FSDP, 4096, **options)
-    each, kept, gathered = (
-        estimate("qwen3-30b", FSDP, 4 * 4096, microbatches=4, kept=kept, **options) for kept in (None, *KEPT)
+    each, prepared, gathered = (
+        estimate("qwen3-30b", FSDP, 4 * 4096, microbatches=4, kept=preparation, **options)
+        for preparation in (None, *KEPT)
     )
     assert each.seconds == pytest.approx(4 * one.seconds)
     assert each.memory == one.memory._replace(gradient_sum=one.memory.weights)
     assert one.memory.gradient_sum == one.memory.quantized == 0
     gathers = one.wire_bytes("gather_weight")
-    assert [e.wire_bytes("gather_weight") for e in (each, kept, gathered)] == [4 * gathers, 4 * gathers, gathers]
-    assert {e.wire_bytes("scatter_gradient") for e in (each, kept, gathered)} == {
+    assert [e.wire_bytes("gather_weight") for e in (each, prepared, gathered)] == [4 * gathers, 4 * gathers, gathers]
+    assert {e.wire_bytes("scatter_gradient") for e in (each, prepared, gathered)} == {
         4 * one.wire_bytes("scatter_gradient")
     }
     # Each call reads float32 weights, or the bytes that one reading of them made.
     written = 2 * 128 * 3 * 2048 * 768 // 8
-    assert each.traffic - kept.traffic > 2 * 4 * written // 2
-    assert kept.once.traffic == pytest.approx(2 * 4 * written // 2 + written, rel=0.01)
-    assert each.times["device memory"] > kept.times["device memory"]
-    assert kept.times["gather_weight"] == pytest.approx(4 * gathered.times["gather_weight"])
+    assert each.traffic - prepared.traffic > 2 * 4 * written // 2
+    assert prepared.once.traffic == pytest.approx(2 * 4 * written // 2 + written, rel=0.01)
+    assert each.times["device memory"] > prepared.times["device memory"]
+    assert prepared.times["gather_weight"] == pytest.approx(4 * gathered.times["gather_weight"])
 
 
 def test_text():

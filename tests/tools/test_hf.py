@@ -27,7 +27,7 @@ from moax.hf.families import layout_of
 from moax.hf.files import Entry, Output, decode_fp8, write_files
 from moax.hf.tensor_layouts import tensors_of
 from moax.params import DIMS
-from support import MESHES, some
+from support import MESHES, mark_rest
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
@@ -90,7 +90,7 @@ def test_config_to_hf_knows_what_a_model_cannot_be():
 
 @pytest.mark.parametrize(
     ("family", "stacked", "dtype"),
-    some([(f, i % 2 == 0, (jnp.bfloat16, np.float32)[i // 2 % 2]) for i, f in enumerate(RECORDED)]
+    mark_rest([(f, i % 2 == 0, (jnp.bfloat16, np.float32)[i // 2 % 2]) for i, f in enumerate(RECORDED)]
          + [(f, i % 2 == 1, np.float32) for i, f in enumerate(RECORDED)], len(RECORDED)),
 )  # fmt: skip
 def test_round_trip(family, stacked, dtype):
@@ -129,7 +129,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("family", "mesh", "fsdp_dim", "kind"),
-    some(
+    mark_rest(
         [
             ("deepseek_v3", *LAYOUTS[2]),
             ("gpt_oss", *LAYOUTS[1]),

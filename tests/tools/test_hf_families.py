@@ -19,7 +19,7 @@ from moax import Unsupported, hf
 from moax.hf.config import parse_key
 from moax.hf.families import FAMILIES, TYPES_OF, layout_of
 from moax.hf.tensor_layouts import BlockLayout, block_test, resolve, tensors_of
-from support import some
+from support import mark_rest
 from support.hf_parity import LIMIT, parity
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_round_trip(family):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    some(
+    mark_rest(
         [
             ("gemma4", "2x4"),
             ("llama4", None),

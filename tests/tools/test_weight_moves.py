@@ -383,10 +383,10 @@ ON_FSDP = {"wi": P("ep", "fsdp"), "wo": P("ep", "fsdp")}  # as MaxText has them
 TURNED = {"wi": P(("fsdp", "ep")), "wo": P(("fsdp", "ep"))}
 
 
-def block(mesh, recipe="fp8_block", given=None, wanted=None, **options):
+def block(mesh, recipe="fp8_block", operand_specs=None, gradient_specs=None, **options):
     """A training step of the block on shapes: (the jitted step, its arguments, its weights).
 
-    `given` has the specs of weights that do not lie as declared, and `wanted` those of gradients.
+    `operand_specs` has the specs of weights that do not lie as declared, and `gradient_specs` those of gradients.
     """
 
     def loss(params, x):
@@ -399,11 +399,11 @@ def block(mesh, recipe="fp8_block", given=None, wanted=None, **options):
 
     params = jax.tree.map(
         lambda place, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
-        laid_out(given),
+        laid_out(operand_specs),
         moax.params.param_shapes(CONFIG),
     )
     x = abstract(mesh, (64, 32), jnp.bfloat16, ("dp", "fsdp", "ep"))
-    step = jax.jit(jax.grad(loss), out_shardings=laid_out(given if wanted is None else wanted))
+    step = jax.jit(jax.grad(loss), out_shardings=laid_out(operand_specs if gradient_specs is None else gradient_specs))
     return step, (params, x), (params.wi, params.wo)
 
 
@@ -432,7 +432,7 @@ def test_a_block_passes(mesh, options):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "given, wanted, kind, options",
+    "operand_specs, gradient_specs, kind, options",
     [
         pytest.param(
             ON_FSDP,
@@ -445,11 +445,11 @@ def test_a_block_passes(mesh, options):
         pytest.param({}, {"wi": P(), "wo": P()}, "all-gather", {}, id="whole gradient"),
     ],
 )
-def test_a_block_with_moved_weights(mesh, given, wanted, kind, options):
+def test_a_block_with_moved_weights(mesh, operand_specs, gradient_specs, kind, options):
     """Breaks if a layout that the block does not have moves weights or gradients unquantized, and the check passes."""
     with jax.set_mesh(mesh):
-        step, args, weights = block(mesh, given=given, wanted=wanted, **options)
+        step, args, weights = block(mesh, operand_specs=operand_specs, gradient_specs=gradient_specs, **options)
         traffic = kinds(refused(step, *args, weights=weights))
     values = [("into", "result.wi"), ("into", "result.wo")]
-    values += [("of", "params.wi"), ("of", "params.wo")] if given else []
+    values += [("of", "params.wi"), ("of", "params.wo")] if operand_specs else []
     assert {(kind, value) for value in values} <= set(traffic)

@@ -161,7 +161,7 @@ def sort_again(p: BlockPlan, buffers: Round, halfway: Halfway, x: Float[Array, "
     if saved.rows is not None:
         return halfway
     received = combine_backward(buffers.exchange, x, saved.sent)  # the rows that dispatch delivered
-    _, wgrad_rows = permute_quantize(p, received, saved.plan, groups, "x", direct=False)  # [N, H]
+    _, wgrad_rows = permute_quantize(p, received, saved.plan, groups, "x", fprop_or_dgrad=False)  # [N, H]
     return Halfway(saved._replace(rows=wgrad_rows), groups)
 
 
@@ -245,10 +245,10 @@ def permute_quantize(
     groups: Groups,
     role: Role,
     *,
-    direct=True,
+    fprop_or_dgrad=True,
     wgrad=True,
 ) -> tuple[Operand, Operand]:
-    """Returns the sorted rows for the matmul with a weight, if `direct`, and for wgrad, if `wgrad`."""
+    """Returns the sorted rows for fprop (of x) or dgrad (of dy), and for wgrad, each None if it is not asked for."""
     gathers = p.gathers_x if role == "x" else p.gathers_dy
     plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
     operand, wgrad_operand = implementation(p.kernels).quantize_for_matmul(
@@ -258,7 +258,7 @@ def permute_quantize(
         groups,
         gather_idx=plan.gather_idx,
         in_matmul=gathers,
-        direct=direct,
+        fprop_or_dgrad=fprop_or_dgrad,
         wgrad=wgrad and not plain,
     )
     if plain:
@@ -312,18 +312,18 @@ def activate_grad(
     h, row_weights = saved.h, saved.row_weights
     at_input = p.config.weights_at == "input"
     if not at_input and not w.has_up_terms:
-        a, d_h, d_h_wgrad, d_row_weights = local.activate_grad_quantize(
-            h, d_a, act, p.recipe, groups, weights=row_weights
-        )
-        return HiddenGrad(a, d_h, d_h_wgrad, None, d_row_weights)
+        grads = local.activate_grad_quantize(h, d_a, act, p.recipe, groups, weights=row_weights)
+        return HiddenGrad(grads.a, grads.d_h, grads.d_h_wgrad, None, grads.inner)
     if at_input:
         scaled = scale_rows(h, row_weights, groups)
-        a, d_scaled, _ = local.activate_grad(scaled, d_a, act, groups, jnp.ones_like(row_weights))
-        d_row_weights = jnp.sum(d_scaled.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h_plain = scale_rows(d_scaled, row_weights, groups)
+        grads = local.activate_grad(scaled, d_a, act, groups, jnp.ones_like(row_weights))
+        d_row_weights = jnp.sum(grads.d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
+        d_h_plain = scale_rows(grads.d_h, row_weights, groups)
     else:
-        a, d_h_plain, d_row_weights = local.activate_grad(h, d_a, act, groups, row_weights)
-    _, a = local.quantize_for_matmul(a, p.recipe, "x", groups, direct=False)
+        grads = local.activate_grad(h, d_a, act, groups, row_weights)
+        d_row_weights = grads.inner
+        d_h_plain = grads.d_h
+    _, a = local.quantize_for_matmul(grads.a, p.recipe, "x", groups, fprop_or_dgrad=False)
     d_h, d_h_wgrad = local.quantize_for_matmul(
         d_h_plain,
         p.recipe,

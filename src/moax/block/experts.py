@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -38,16 +38,31 @@ OVERLAP_HINT = (
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
+class BlockResult(NamedTuple):
+    """The results of the experts of a block.
+
+    Attributes:
+      y: [T, H], a partial sum over tp inside a `shard_map`.
+      dropped: [1] i32, the dropped assignments.
+      rounds: [1] i32, the most rounds of any rank of the mesh.
+    """
+
+    y: Float[Array, "T H"]
+    dropped: Int[Array, " 1"]
+    rounds: Int[Array, " 1"]
+
+
 def apply_experts(
-    view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized
-) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"]]:
+    view: MeshView,
+    p: BlockPlan,
+    inputs: Inputs,
+    w: Weights[Array],
+    quantized: Quantized,
+) -> BlockResult:
     """Computes the experts of a block; the result is differentiable in the tokens, the routing weights and w.
 
     The inputs have T over (dp, fsdp, ep, cp). `quantized` has wi and wo as `moax.quantize_params` returns them, or
     None; the gradients flow to w.
-
-    Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
-    of any rank of the mesh [1] i32.
     """
     if view.axes.size(view.axes.fsdp) > 1 and needs_overlap_options():
         log_once(OVERLAP_HINT, logging.INFO)
@@ -74,22 +89,22 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
     saved_inputs = None
     if p.overflows or not p.save_rows:
         saved_inputs = inputs
-    return (y, dropped, rounds), (saved, saved_inputs, w, quantized)
+    return BlockResult(y, dropped, rounds), (saved, saved_inputs, w, quantized)
 
 
-def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
+def _backward(view: MeshView, p: BlockPlan, residuals, cotangents: BlockResult):
     saved, inputs, w, quantized = residuals
     quantized_wi, quantized_wo = quantized
     own = Spec(p.axes.all)
     tokens = Spec(p.axes.tokens, None)
     # XLA must not keep the rows that backward makes again.
-    inputs, dy = lax.optimization_barrier((inputs, cotangents[0]))
+    inputs, dy = lax.optimization_barrier((inputs, cotangents.y))
     # The first matmul reads wo. The gather of wo needs forward alone, so that XLA may start it before dy is there.
     wo_gather = GatherSpec(p.wo, "dgrad", after=(own,))
     gathered_wo = gather_weight(view, wo_gather, w.wo, quantized_wo, saved.plan.group_sizes)
     # The gather of wi starts behind it, and behind the small gathers of the layer: a quantized wi when the scales of
     # both have arrived, another wi when the inputs are there, which a layer under `jax.checkpoint` makes again.
-    known = cotangents[0]
+    known = cotangents.y
     if p.recipe.w is None:
         known = dy
     wi_gather = GatherSpec(p.wi, "dgrad", after=(tokens, own), scales_first=True)

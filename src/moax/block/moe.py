@@ -256,15 +256,15 @@ def _moe(
     low_rank = () if arrays.adapters is None else scaled(arrays.adapters)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *low_rank)
     inputs = Inputs(rows, experts, weights)
-    y, dropped, rounds = apply_experts(view, plan, inputs, w, quantized)
-    y = _add_shared(view, shared, params, tokens, y)
+    result = apply_experts(view, plan, inputs, w, quantized)
+    y = _add_shared(view, shared, params, tokens, result.y)
     if tokens.real is not None:
         y = jnp.where(tokens.real, y, 0)
     y = unflatten_tokens(y, x, view)
     sharding = jax.typeof(x).sharding
     if sharding.mesh.explicit_axes:
         y = jax.sharding.reshard(y, sharding)
-    stats = _collect_stats(view, routing, dropped, rounds)
+    stats = _collect_stats(view, routing, result.dropped, result.rounds)
     if return_routing:
         experts = unflatten_tokens(routing.experts, x, view)
         weights = unflatten_tokens(routing.weights, x, view)

@@ -139,6 +139,20 @@ class ForwardResult(NamedTuple):
     saved: Residuals
 
 
+class Gradients(NamedTuple):
+    """The results of backward of some rounds, and the sums that the loop carries.
+
+    Attributes:
+      dx: [T, H], the gradient of the tokens.
+      d_weights: [T, K] f32, the gradient of the routing weights.
+      dw: the gradients of the gathered weights.
+    """
+
+    dx: Float[Array, "T H"]
+    d_weights: Float[Array, "T K"]
+    dw: Weights[Array | None]
+
+
 def run_forward(
     p: BlockPlan,
     layouts: Layouts,
@@ -186,13 +200,8 @@ def run_forward(
     return ForwardResult(y, dropped, reduce_max(num_rounds, p.axes.tokens)[None], saved)
 
 
-def run_backward(
-    p: BlockPlan, layouts: Layouts, operands: BackwardOperands
-) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array | None]]:
-    """Runs all rounds of backward; later rounds also gather wi for fprop.
-
-    Returns dx [T, H], d_weights [T, K], and the gradients of the gathered weights.
-    """
+def run_backward(p: BlockPlan, layouts: Layouts, operands: BackwardOperands) -> Gradients:
+    """Runs all rounds of backward; later rounds also gather wi for fprop."""
     inputs, w, gathered, saved, quantized, dy = operands
     w_gathered = use_gathered(w, gathered)
     cursor = saved.overflow
@@ -204,7 +213,7 @@ def run_backward(
     grads, dw = backward_down(p, p.first, halfway, w_gathered, dy, Weights(None, None))
     if cursor is None or inputs is None:
         dx, d_weights = backward_up(p, p.first, halfway, grads, w_gathered.wi)
-        return dx, d_weights, dw
+        return Gradients(dx, d_weights, dw)
     wi_source = None
     if p.recipe.w is not None:  # fprop takes a quantized wi in another form than dgrad
         wi_source = (w.wi if quantized[0] is None else None, quantized[0])
@@ -222,21 +231,21 @@ def run_backward(
         grads, dw = backward_down(p, p.later, halfway, w, dy, dw)
         grads, dw = finish((grads, dw))  # the operands of wgrad leave the memory before dx comes
         dx, d_weights = backward_up(p, p.later, halfway, grads, w.wi)
-        return (
+        return Gradients(
             dx_sum + dx.astype(dx_sum.dtype),
             d_weights_sum + d_weights.astype(d_weights_sum.dtype),
             dw,
         )
 
-    no_rounds = (jnp.zeros_like(dy), jnp.zeros(inputs.weights.shape, jnp.float32), dw)
+    no_rounds = Gradients(jnp.zeros_like(dy), jnp.zeros(inputs.weights.shape, jnp.float32), dw)
     grads, no_rounds = finish((grads, no_rounds))
     context = Context(p, layouts, saved, inputs, w)
     read_by_round = (gathered, wi_source, dy)
-    *overflow, dw = _repeat(context, cursor, read_by_round, run_round, no_rounds)
-    grads, overflow = finish((grads, overflow))
-    dx, d_weights = backward_up(p, p.first, halfway, after(overflow, grads), w_gathered.wi)
-    dx_overflow, d_weights_overflow = overflow
-    return dx + dx_overflow, d_weights + d_weights_overflow, dw
+    dx_later, d_weights_later, dw = _repeat(context, cursor, read_by_round, run_round, no_rounds)
+    grads, dx_later, d_weights_later = finish((grads, dx_later, d_weights_later))
+    grads = after((dx_later, d_weights_later), grads)
+    dx, d_weights = backward_up(p, p.first, halfway, grads, w_gathered.wi)
+    return Gradients(dx + dx_later, d_weights + d_weights_later, dw)
 
 
 def use_gathered(w: Weights[Any], gathered: Gathered) -> Weights[Operand]:
@@ -276,13 +285,15 @@ def _repeat[State](
     invariants = (inputs, Weights(None, None, *w[2:]), operands, computed)
 
     def is_needed(state):
-        exchange, _, end = state[0]
-        return exchange < end
+        cursor, _ = state
+        position = Cursor(*cursor)
+        return position.exchange < position.end
 
     def advance(state):
-        (exchange, start, _), total = state
+        cursor, total = state
+        position = Cursor(*cursor)
         # Every step would pay for loop invariants that XLA moves out of the loop.
-        exchange, start, in_loop = keep_in_loop((exchange, start, invariants))
+        exchange, start, in_loop = keep_in_loop((position.exchange, position.start, invariants))
         (x, experts, weights), small, operands, computed = in_loop
         if computed is not None:
             experts = leave_out(p, experts, saved.plan.gather_idx.shape[0], *computed)

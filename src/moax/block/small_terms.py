@@ -69,11 +69,10 @@ def find_down_bias(p: BlockPlan, w: Weights[Array]) -> Float[Array, "E H"] | Non
 def grad_up(p: BlockPlan, rows: Any, d_h: Any, w: Weights[Array], groups: Groups) -> TermGrads:
     """Returns the gradients of bi and of wi's adapter, whose matmul reads the unquantized `rows`."""
     grads = TermGrads()
+    if w.wi_a is not None:
+        grads = low_rank_grad(p, rows, w.wi_a, w.wi_b, d_h, groups)
     if w.bi is not None:
         grads = grads._replace(d_bias=implementation(p.kernels).bias_grad(d_h, groups))
-    if w.wi_a is not None:
-        d_input, d_low_a, d_low_b = low_rank_grad(p, rows, w.wi_a, w.wi_b, d_h, groups)
-        grads = grads._replace(d_input=d_input, d_low_a=d_low_a, d_low_b=d_low_b)
     return grads
 
 
@@ -89,8 +88,7 @@ def grad_down(
     grads = TermGrads()
     with jax.named_scope("expert_down"):
         if w.wo_a is not None:
-            d_input, d_low_a, d_low_b = low_rank_grad(p, a, w.wo_a, w.wo_b, d_o, groups)
-            grads = grads._replace(d_input=d_input, d_low_a=d_low_a, d_low_b=d_low_b)
+            grads = low_rank_grad(p, a, w.wo_a, w.wo_b, d_o, groups)
         bo = find_down_bias(p, w)
         if bo is not None:
             bias = bo.astype(p.dtype)[groups.index]
@@ -115,8 +113,8 @@ def low_rank_grad(
     b: Array,
     dy: Any,
     groups: Groups,
-) -> tuple[Array, Array, Array]:
-    """Returns dx, d_a and d_b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy."""
+) -> TermGrads:
+    """Returns the gradients of x, a and b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy."""
     local = implementation(DEFAULT)
     matrices = b.reshape(*b.shape[:2], -1)
     dy = dy.reshape(dy.shape[0], -1)
@@ -125,7 +123,7 @@ def low_rank_grad(
     d_b = local.wgrad(low, dy, groups, p.dtype).reshape(b.shape)
     dx = local.matmul(d_low, a, groups, p.dtype, transpose=True)
     d_a = local.wgrad(x, d_low, groups, p.dtype)
-    return dx, d_a, d_b
+    return TermGrads(d_input=dx, d_low_a=d_a, d_low_b=d_b)
 
 
 def add(total: Array | None, term: Array | None) -> Array | None:

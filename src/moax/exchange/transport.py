@@ -76,6 +76,21 @@ class Planned(NamedTuple):
     rounds: Int[Array, ""]
 
 
+class NumberedSlots(NamedTuple):
+    """The slots of the tokens of one rank in one round.
+
+    Attributes:
+      slot: [T, ranks] i32. A slot at or past `slots` is of a later round, and T marks a token of an earlier round, or
+        of no round.
+      counts: [ranks] i32, the counts of `find_slots`.
+      dropped: [1] i32, the assignments that find no slot in any round.
+    """
+
+    slot: Int[Array, "T ranks"]
+    counts: Int[Array, " ranks"]
+    dropped: Int[Array, " 1"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Transfer:
     """One array that a collective moves; the fields are as in `moax.inspect.Collective`."""
@@ -172,13 +187,11 @@ def allot_slots(
 
 
 def number_slots(
-    static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""]
-) -> tuple[Int[Array, "T ranks"], Int[Array, " ranks"], Int[Array, " 1"]]:
-    """Returns the slots of the tokens in round `index`, the counts of `find_slots`, and the dropped assignments.
-
-    A slot at or past `slots` is of a later round, and T marks a token of an earlier round, or of no round. With 4
-    slots, round 1 has (0, 3, T, 4) of the slots (4, 7, 2, 8).
-    """
+    static: ExchangeSpec,
+    experts: Int[Array, "T K"],
+    index: int | Int[Array, ""],
+) -> NumberedSlots:
+    """Returns the slots of the tokens in round `index`; with 4 slots, round 1 has (0, 3, T, 4) of (4, 7, 2, 8)."""
     tokens = experts.shape[0]
     ranks = static.ranks
     # Rank i owns experts [i E/ranks, (i + 1) E/ranks).
@@ -191,7 +204,7 @@ def number_slots(
     if not isinstance(index, int) or index:
         moved = slot - index * static.slots
         slot = jnp.where((moved < 0) | (slot >= tokens), tokens, moved)
-    return slot, counts, dropped
+    return NumberedSlots(slot, counts, dropped)
 
 
 def find_slots(
@@ -253,13 +266,13 @@ class AllToAll(Transport):
     def plan(self, static: ExchangeSpec, experts, index) -> Planned:
         tokens = experts.shape[0]
         ranks = static.ranks
-        slot, counts, dropped = number_slots(static, experts, index)
+        numbered = number_slots(static, experts, index)
         rank = jnp.arange(ranks, dtype=jnp.int32)
         token = jnp.arange(tokens, dtype=jnp.int32)
         empty = jnp.full((ranks, static.slots), tokens, jnp.int32)
-        sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
-        rows = jnp.minimum(counts, static.capacity).max()  # of the busiest pair of ranks
-        return Planned(sent, dropped, jnp.maximum(1, -(-rows // static.slots)))
+        sent = empty.at[rank[None], numbered.slot].set(token[:, None], mode="drop").reshape(-1)
+        rows = jnp.minimum(numbered.counts, static.capacity).max()  # of the busiest pair of ranks
+        return Planned(sent, numbered.dropped, jnp.maximum(1, -(-rows // static.slots)))
 
     def send(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         slots = [jnp.take(rows, sent, axis=0, mode="fill", fill_value=0) for rows in arrays]

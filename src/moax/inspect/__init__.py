@@ -208,11 +208,11 @@ def table(found: Iterable[Collective]) -> str:
     Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. The name of an op
     loses its middle beyond 80 characters: its start says whether it is of backward, and its end names the op.
     """
-    found = list(found)
-    if not found:
+    listed = list(found)
+    if not listed:
         return "no collectives"
     rows: list[Any] = [("kind", "dtype", "shape", "axes", "times", "bytes/device", "op"), None]
-    for c, count in Counter(found).items():
+    for c, count in Counter(listed).items():
         times = c.times * count
         shape = "x".join(map(str, c.shape)) or "scalar"
         axes = ",".join(c.axes) or "-"
@@ -220,10 +220,10 @@ def table(found: Iterable[Collective]) -> str:
         total = f"{c.bytes * times:,}"
         rows.append((c.kind, c.dtype, shape, axes, times_text, total, _keep_ends(c.op_name)))
     rows.append(None)
-    for kind, axes in sorted({(c.kind, c.axes) for c in found}):
-        members = [c for c in found if (c.kind, c.axes) == (kind, axes)]
+    for kind, axes in sorted({(c.kind, c.axes) for c in listed}):
+        members = [c for c in listed if (c.kind, c.axes) == (kind, axes)]
         rows.append(_sum_row(kind, ",".join(axes), members))
-    rows.append(_sum_row("total", "", found))
+    rows.append(_sum_row("total", "", listed))
     return align(rows, right=(4, 5))
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.kernels import Operand, Role
 from moax.kernels.groups import Groups, Packing
+from moax.kernels.results import ActivationGrads, Permutation, QuantizedActivationGrads
 from moax.mesh.axes import Names
 from moax.recipe import Recipe, Use
 from moax.types import QShard
@@ -62,12 +63,8 @@ class Kernels(Protocol):
     def build_permutation(
         self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
         weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
-    ) -> tuple[
-        Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
-    ]:  # fmt: skip
-        """Returns `gather_idx`, `scatter_idx` and group sizes of a `Plan`, and the weight of each of N sorted rows.
-
-        Experts lie in [0, num_groups]. The weight is 0 in padding, and None without `weights` f32. keep(arrived) ->
+    ) -> Permutation:  # fmt: skip
+        """Returns the Permutation of experts in [0, num_groups], with `weights` f32 or None. keep(arrived) ->
         (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1 of group g become
         rows. None keeps all that arrived.
         """
@@ -88,14 +85,14 @@ class Kernels(Protocol):
 
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, *,
-        gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
-        wgrad: bool = True,
+        gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False,
+        fprop_or_dgrad: bool = True, wgrad: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
-        """Returns rows [M, ..., C] as two Operands: for the matmul with a weight, fprop or dgrad, and for wgrad.
+        """Returns rows [M, ..., C] as two Operands: for fprop (of x) or dgrad (of dy), and for wgrad.
 
         With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_matmul`
         too, where `choose_rows` says so, the matmuls gather these rows from x instead. The first Operand may be None
-        without `direct`, and the second one without `wgrad`.
+        without `fprop_or_dgrad`, and the second one without `wgrad`.
         """
         ...
 
@@ -148,13 +145,13 @@ class Kernels(Protocol):
     def activate_grad(
         self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups,
         weights: Float[Array, " N"],
-    ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
-        """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>; d_a is not weighted yet."""
+    ) -> ActivationGrads:  # fmt: skip
+        """Returns act(h) times the weights, and the gradients for d_a, which is not weighted yet."""
         ...
 
     def activate_grad_quantize(
         self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
         groups: Groups, *, weights: Float[Array, " N"],
-    ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
-        """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
+    ) -> QuantizedActivationGrads:  # fmt: skip
+        """Runs `activate_grad`, and quantizes a for wgrad of wo, and d_h for dgrad and for wgrad of wi."""
         ...

@@ -290,13 +290,13 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     contracted = layout.split[1]
-    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy")
+    dgrad_dy, wgrad_dy = _quantize_rows(static, packed, dy, "dy")
     # [M, K] = [M, C] [E, K, C]^T
-    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
+    dx = kernels.matmul(dgrad_dy, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
     d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
-    _, x_columns = _quantize_rows(static, packed, x, "x", direct=False)
-    dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
+    _, wgrad_x = _quantize_rows(static, packed, x, "x", fprop_or_dgrad=False)
+    dw = kernels.wgrad(wgrad_x, wgrad_dy, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
     if not static.apart:
         dw = weights.sum_shards(weight, layout, dw)
@@ -304,7 +304,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, **wanted):
-    """Returns rows [M, ...] as operands of the matmul with w and of wgrad."""
+    """Returns rows [M, ...] as operands of fprop or dgrad, and of wgrad."""
     weight = static.weight
     rows = packed.pack(x)
     return implementation(weight.kernels).quantize_for_matmul(rows, weight.recipe, role, packed.groups, **wanted)

@@ -57,11 +57,11 @@ def block(
     *,
     layout=Layout(),
     d_losses=(0.0, 0.0),
-    kept=None,
+    has_room=None,
 ):
     """Computes the block of x [T, H] for the cotangents dy [T, H] and d_losses (of the aux loss and the z loss).
 
-    kept [T, K]: which assignments found room; the others add nothing and have no gradient.
+    has_room [T, K]: which assignments found room; the others add nothing and have no gradient.
     """
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
     p = {n: np.asarray(v, np.float64) for n, v in fields.items() if v is not None}
@@ -69,7 +69,7 @@ def block(
     logits = x @ p["router"] + (p["logits_bias"][None] if "logits_bias" in p else 0.0)
     experts = ops.choose_experts(logits, config.router, config.top_k, p.get("router_bias"))
     weights, aux, z = ops.route_losses(logits, experts, config.router)
-    kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
+    has_room = np.ones(experts.shape, bool) if has_room is None else np.asarray(has_room)
 
     scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
     r = get_recipe(recipe)
@@ -89,7 +89,7 @@ def block(
         layout,
         experts,
         scale * weights,
-        kept,
+        has_room,
     )
     if down is not None:
         grads |= {
@@ -127,12 +127,12 @@ def block(
         "aux_loss": aux,
         "z_loss": z,
         "tokens_per_expert": counts,
-        "dropped": int((~kept).sum()),
+        "dropped": int((~has_room).sum()),
     }
     return Result(y, stats, dx, grads)
 
 
-def _sorted(experts, kept, num_experts: int, groups: int):
+def _sorted(experts, has_room, num_experts: int, groups: int):
     """Returns (token, choice) of each sorted row, and (expert, its rows) of each expert in each token group.
 
     2 experts and 2 groups of 2 tokens: rows of group 0 for expert 0, then for expert 1, then those of group 1.
@@ -143,16 +143,16 @@ def _sorted(experts, kept, num_experts: int, groups: int):
     for group in range(groups):
         part = slice(group * size, (group + 1) * size)
         for e in range(num_experts):
-            positions = np.argwhere((experts[part] == e) & kept[part]) + [group * size, 0]
+            positions = np.argwhere((experts[part] == e) & has_room[part]) + [group * size, 0]
             start = sum(map(len, rows))
             rows.append(positions)
             segments.append((e, slice(start, start + len(positions))))
     return np.concatenate(rows), segments
 
 
-def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
+def _experts(x, p, config, dy, r, layout: Layout, experts, weights, has_room):
     """Computes y, dx, gradients of the experts' parameters, and d weights [T, K]."""
-    where, segments = _sorted(experts, kept, config.num_experts, layout.groups)
+    where, segments = _sorted(experts, has_room, config.num_experts, layout.groups)
     token = where[:, 0]
     weight = weights[where[:, 0], where[:, 1]]
     spans = [rows for _, rows in segments]

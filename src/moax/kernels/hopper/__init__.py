@@ -43,6 +43,7 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.results import ActivationGrads, Permutation, QuantizedActivationGrads
 from moax.kernels.scales import (
     DTYPES,
     dequantize,
@@ -127,8 +128,8 @@ def _top_k_jvp(k: int, primals, tangents):
 def build_permutation(
     experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, weights: Any = None,
     keep: Callable | None = None,
-):  # fmt: skip
-    """Returns gather_idx, scatter_idx, group sizes and row weights."""
+) -> Permutation:  # fmt: skip
+    """Returns the Permutation of the experts."""
     if not plan.supports(experts.shape, num_groups):
         return xla.build_permutation(experts, num_groups, align, num_rows, weights, keep)
     counted = plan.count_groups(experts, num_groups)
@@ -148,10 +149,11 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups,
-    *, gather_idx: Any = None, in_matmul: bool = False, direct: bool = True, wgrad: bool = True,
+    *, gather_idx: Any = None, in_matmul: bool = False, fprop_or_dgrad: bool = True,
+    wgrad: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
-    if not (direct or wgrad):
+    """Quantizes rows as [M, C] for fprop or dgrad and as [C, M] for wgrad, in one read, sorted or not."""
+    if not (fprop_or_dgrad or wgrad):
         return None, None
     format: Any = getattr(recipe, role)
     if in_matmul and format is None:
@@ -164,7 +166,14 @@ def quantize_for_matmul(
         return xla.quantize_for_matmul(x, recipe, role, groups)
     with jax.named_scope("quantize"):
         x = x.reshape(x.shape[0], -1)
-        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, rows=direct, columns=wgrad)
+        return quantize_rows(
+            x,
+            groups.blocks,
+            gather_idx=gather_idx,
+            format=format,
+            fprop_or_dgrad=fprop_or_dgrad,
+            wgrad=wgrad,
+        )
 
 
 @jax.named_scope("quantize")
@@ -339,35 +348,36 @@ def activate(h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Bl
 def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: BlockedGroups,
     weights: Float[Array, " N"],
-) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
+) -> ActivationGrads:  # fmt: skip
     """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
     if not supports_activation(act, h.shape[1] == 2):
-        a, d_h, inner = xla.activate_grad(h, d_a, act, groups, weights)
+        grads = xla.activate_grad(h, d_a, act, groups, weights)
         # Padding of h may hold NaN, which 0 does not undo.
-        return a, zero_rows(d_h, groups.real), inner
+        return grads._replace(d_h=zero_rows(grads.d_h, groups.real))
     with jax.named_scope("activate"):
         flat = h.reshape(h.shape[0], -1)
         a, d_h, inner = activation.activate_grad_rows(flat, d_a, groups.blocks, act, weights=weights)
-    return a, d_h.reshape(h.shape), inner.sum(0)
+    return ActivationGrads(a, d_h.reshape(h.shape), inner.sum(0))
 
 
 def activate_grad_quantize(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
     groups: BlockedGroups, *, weights: Float[Array, " N"],
-) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
+) -> QuantizedActivationGrads:  # fmt: skip
     """Computes the backward of `activate`, quantized."""
     if supports_activation(act, h.shape[1] == 2) and _fuses(recipe, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
         of_a = cast(Format, recipe.x)
         of_h = cast(Format, recipe.dy)
         with jax.named_scope("activate"):
-            a, d_h_rows, d_h_columns, inner = activation.activate_grad_quantize(
+            a, d_h, d_h_wgrad, inner = activation.activate_grad_quantize(
                 flat, d_a, groups.blocks, act, weights=weights, of_a=of_a, of_h=of_h
             )
-        return a, d_h_rows, d_h_columns, inner.sum(0)
-    a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipe, "x", groups, direct=False)
-    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
+        return QuantizedActivationGrads(a, d_h, d_h_wgrad, inner.sum(0))
+    grads = activate_grad(h, d_a, act, groups, weights)
+    _, a = quantize_for_matmul(grads.a, recipe, "x", groups, fprop_or_dgrad=False)
+    d_h, d_h_wgrad = quantize_for_matmul(grads.d_h, recipe, "dy", groups)
+    return QuantizedActivationGrads(a, d_h, d_h_wgrad, grads.inner)
 
 
 def supports_activation(act: Callable, gated: bool) -> bool:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from moax.kernels import Operand, Role
 from moax.kernels.device import rounds_in_matmul
 from moax.kernels.groups import Groups, Packing, align_up, find_groups, scale_rows, sum_before, zero_rows
+from moax.kernels.results import ActivationGrads, Permutation, QuantizedActivationGrads
 from moax.kernels.scales import dequantize
 from moax.kernels.xla.operands import (
     gather_rows,
@@ -77,10 +78,8 @@ def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Arra
 def build_permutation(
     experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
     weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
-) -> tuple[
-    Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
-]:  # fmt: skip
-    """Returns gather_idx, scatter_idx, the group sizes and the weight of each sorted row."""
+) -> Permutation:  # fmt: skip
+    """Returns the Permutation of the experts."""
     # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. With blocks of 3 in
     # place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have before ((0, 0, 0), (1, 2, 0)), sizes (1, 4, 1) and earlier
     # (0, 0, 1, 0, 0, 1). A sort would find the same in many kernels, and these sums over comparisons are three.
@@ -115,7 +114,7 @@ def build_permutation(
     row_weights = None
     if weights is not None:
         row_weights = jnp.zeros(num_rows, jnp.float32).at[scatter_idx].set(weights, mode="drop")
-    return gather_idx, scatter_idx, sizes, row_weights
+    return Permutation(gather_idx, scatter_idx, sizes, row_weights)
 
 
 def _sum_blocks_before(
@@ -252,23 +251,24 @@ def activate(h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Gr
 def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups,
     weights: Float[Array, " N"],
-) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
+) -> ActivationGrads:  # fmt: skip
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
     a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups), h)
     with jax.named_scope("activate"):
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
         (d_h,) = pull(scale_rows(d_a, weights, groups))
-        return scale_rows(a, weights, groups), d_h, inner
+        return ActivationGrads(scale_rows(a, weights, groups), d_h, inner)
 
 
 def activate_grad_quantize(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe,
     groups: Groups, *, weights: Float[Array, " N"],
-) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
+) -> QuantizedActivationGrads:  # fmt: skip
     """Returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
-    a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipe, "x", groups)
-    return a, *quantize_for_matmul(d_h, recipe, "dy", groups), inner
+    grads = activate_grad(h, d_a, act, groups, weights)
+    _, a = quantize_for_matmul(grads.a, recipe, "x", groups)
+    d_h, d_h_wgrad = quantize_for_matmul(grads.d_h, recipe, "dy", groups)
+    return QuantizedActivationGrads(a, d_h, d_h_wgrad, grads.inner)
 
 
 def plan_matmuls(

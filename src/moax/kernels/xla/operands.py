@@ -44,12 +44,12 @@ def quantize(x: Array, format: Format, block: Block) -> QArray:
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, *,
-    gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False, direct: bool = True,
-    wgrad: bool = True,
+    gather_idx: Int[Array, " N"] | None = None, in_matmul: bool = False,
+    fprop_or_dgrad: bool = True, wgrad: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
-    """Returns rows [M, ..., C], or x[gather_idx], for a matmul over columns and for wgrad.
+    """Returns rows [M, ..., C], or x[gather_idx], for fprop or dgrad, and for wgrad.
 
-    XLA drops an operand that the caller does not use, so `direct` and `wgrad` change nothing.
+    XLA drops an operand that the caller does not use, so `fprop_or_dgrad` and `wgrad` change nothing.
     """
     format: Format | None = getattr(recipe, role)
     if gather_idx is not None:

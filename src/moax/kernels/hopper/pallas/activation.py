@@ -1,10 +1,10 @@
 """The activation and its gradient, in bf16 or quantized; each kernel reads h once.
 
     activate_rows            a = act(gate, up)                                                [N, F]
-    activate_quantize        the same, by rows                                                for the matmul with wo
+    activate_quantize        the same, quantized                                              for fprop with wo
     activate_grad_rows       a * weight, d h = (d act / d h)^T (d a * weight), inner = <d a, act(gate, up)>
-    activate_grad_quantize   a * weight, by columns                                           for d wo
-                             d h, by rows and by columns                                      for d rows and d wi
+    activate_grad_quantize   a * weight, quantized                                            for wgrad of wo
+                             d h, quantized twice                                             for dgrad and wgrad of wi
                              inner                                                            for d weight
 
 h [N, G F] holds the gate in its first F columns and up in its last F columns; with G = 1 it holds up alone. The kernels
@@ -64,7 +64,7 @@ def activate_quantize(
     h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
     format: Format = Format(),
 ) -> KMajorFp8:  # fmt: skip
-    """a = act(gate, up), quantized by rows: data [N, F], scale [F / 128, N].
+    """a = act(gate, up), quantized for fprop: data [N, F], scale [F / 128, N].
 
     Args:
       h: [N, G F] bf16, N and F multiples of 128.
@@ -103,7 +103,7 @@ def activate_grad_quantize(
     h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *,
     weights: Float[Array, " N"], of_a: Format = Format(), of_h: Format = Format(),
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:  # fmt: skip
-    """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
+    """Returns (a * weight for wgrad, d_h for dgrad, d_h for wgrad, inner), quantized but for inner.
 
     Args:
       h, act: see `activate_quantize`. G is the width of h divided by the width of d_a.
@@ -114,8 +114,8 @@ def activate_grad_quantize(
 
     Returns:
       a: data [F, N], scale [N / 128, F].
-      d_h by rows: data [N, G F], scale [G F / 128, N].
-      d_h by columns: data [G F, N], scale [N / 128, G F].
+      d_h for dgrad: data [N, G F], scale [G F / 128, N].
+      d_h for wgrad: data [G F, N], scale [N / 128, G F].
       inner: [F / 128, N] f32; inner[j, n] is the sum of d_a a over columns 128 j to 128 j + 127.
 
     Raises:
@@ -128,7 +128,7 @@ def activate_grad_quantize(
     part = part_of(act, gated)
 
     def activate_grad_quantize(
-        h, d_a, starts, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared,
+        h, d_a, starts, counts, weights, a_out, dgrad_out, wgrad_out, inner, *, tiles, shared,
         buffer, loaded, met,
     ):  # fmt: skip
         block, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
@@ -153,12 +153,12 @@ def activate_grad_quantize(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 value = rows_of(tile, half)
                 row = i * BLOCK + half * HALF
-                put(value, Target(*rows_out, buffer=later[0]), row, column, half, of_h)
+                put(value, Target(*dgrad_out, buffer=later[0]), row, column, half, of_h)
                 if g:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 value = columns_of(tile, half)
                 row = column * BLOCK + half * HALF
-                put(value, Target(*columns_out, buffer=later[1]), row, i, half, of_h)
+                put(value, Target(*wgrad_out, buffer=later[1]), row, i, half, of_h)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = _out((width, size), of_a), _out(h.shape, of_h), _out(h.shape[::-1], of_h)
@@ -173,8 +173,8 @@ def activate_grad_quantize(
     grid = dict(i=size // BLOCK, j=steps)
     out = *out, jax.ShapeDtypeStruct((steps, size), jnp.float32)
     run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
-    a, by_row, by_column, inner = run(h, d_a, blocks.start, blocks.rows, weights)
-    return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
+    a, for_dgrad, for_wgrad, inner = run(h, d_a, blocks.start, blocks.rows, weights)
+    return KMajorFp8(*a), KMajorFp8(*for_dgrad), KMajorFp8(*for_wgrad), inner
 
 
 @with_vma_of_inputs

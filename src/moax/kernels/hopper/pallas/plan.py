@@ -34,6 +34,7 @@ from moax.checks import Unsupported
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
+from moax.kernels.results import Permutation
 from moax.mesh.collectives import with_vma_of_inputs
 
 # A step has so many assignments, and compares so many groups at one time; a top k takes so many rows.
@@ -194,10 +195,8 @@ def build_permutation(
     experts: Int[Array, "R K"], counted: Counts, groups: int, align: int, num_rows: int,
     weights: Float[Array, "R K"] | None = None,
     part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
-) -> tuple[
-    Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
-]:  # fmt: skip
-    """Returns gather_idx, scatter_idx, sizes and row_weights; see `moax.kernels.protocol`.
+) -> Permutation:  # fmt: skip
+    """Returns the Permutation of the experts; see `moax.kernels.protocol`.
 
     Args:
       experts, groups, align, num_rows, weights: the arguments of `Kernels.build_permutation`.
@@ -278,7 +277,7 @@ def build_permutation(
     run = launch(build_permutation, out, dict(block=blocks), scratch, warpgroups=None)
     gather_idx, scatter_idx, sizes, *row_weights = run(*counted, begin, part_sizes, weights)
     scatter_idx = scatter_idx.reshape(experts.shape)
-    return gather_idx, scatter_idx, sizes, row_weights[0] if row_weights else None
+    return Permutation(gather_idx, scatter_idx, sizes, row_weights[0] if row_weights else None)
 
 
 def _load_assignments(shared: Shared, ids, inside) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that quantize to FP8, for matmuls over columns, over rows, or both.
+"""Kernels that quantize to FP8: rows for fprop or dgrad, for wgrad, or both, and weights.
 
     scale[b] = to_scale(max |x| over block b)
     data     = x * (1 / scale), rounded,      x[r, c] ~ data[r, c] * scale[r, c / 128]
@@ -34,9 +34,9 @@ from moax.recipe import Format
 @with_vma_of_inputs
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks, *, gather_idx: Int[Array, " M"] | None = None,
-    format: Format = Format(), rows: bool = True, columns: bool = True,
+    format: Format = Format(), fprop_or_dgrad: bool = True, wgrad: bool = True,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
-    """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
+    """Quantizes rows for fprop or dgrad (1 x 128 blocks) and for wgrad (128 x 1 blocks, transposed).
 
     Args:
       x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `gather_idx` it is [R, C], with any R.
@@ -45,11 +45,12 @@ def quantize_rows(
       gather_idx: [M] i32, not negative: row m is x[gather_idx[m]], and 0 where gather_idx[m] >= R, as it must be in
         padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
-      rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
+      fprop_or_dgrad: whether to make the operand for matmuls over C, fprop of x or dgrad of dy.
+      wgrad: whether to make the operand for matmuls over M.
 
     Returns:
-      rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
-      columns: data [C, M], scale [M / 128, C rounded up to 128]; None if `columns` is False.
+      for fprop or dgrad: data [M, C], scale [ceil(C / 128), M]; None if `fprop_or_dgrad` is False.
+      for wgrad: data [C, M], scale [M / 128, C rounded up to 128]; None if `wgrad` is False.
 
     Raises:
       Unsupported: the kernel does not take the shape or the dtype of x.
@@ -67,13 +68,13 @@ def quantize_rows(
     padded = align_up(width, BLOCK)
     data = {}
     scales = {}
-    if rows:
-        scales["rows"] = jax.ShapeDtypeStruct((padded // BLOCK, size), jnp.float32)
-        data["rows"] = jax.ShapeDtypeStruct((size, x.shape[1]), DTYPES[format.dtype])
-    if columns:
-        scales["columns"] = jax.ShapeDtypeStruct((size // BLOCK, padded), jnp.float32)
-        data["columns"] = jax.ShapeDtypeStruct((x.shape[1], size), DTYPES[format.dtype])
-    directions = tuple(data)
+    if fprop_or_dgrad:
+        scales["fprop_or_dgrad"] = jax.ShapeDtypeStruct((padded // BLOCK, size), jnp.float32)
+        data["fprop_or_dgrad"] = jax.ShapeDtypeStruct((size, x.shape[1]), DTYPES[format.dtype])
+    if wgrad:
+        scales["wgrad"] = jax.ShapeDtypeStruct((size // BLOCK, padded), jnp.float32)
+        data["wgrad"] = jax.ShapeDtypeStruct((x.shape[1], size), DTYPES[format.dtype])
+    uses = tuple(data)
 
     def quantize_rows(x, gather_idx, starts, counts, data, scales, *, tile, buffers, loaded, met):
         block = lax.axis_index("i")
@@ -89,14 +90,14 @@ def quantize_rows(
                 gather_tile(x, gather_idx, i * BLOCK, j * BLOCK, tile, loaded, alike)
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             sliced = gather_idx is None
-            for n, (name, half) in enumerate(itertools.product(directions, (0, 1))):
-                if name == "rows":
+            for n, (use, half) in enumerate(itertools.product(uses, (0, 1))):
+                if use == "fprop_or_dgrad":
                     value = rows_of(tile, half, optimized=sliced)
                     row, column = i, j
                 else:
                     value = columns_of(tile, half, sliced)
                     row, column = j, i
-                target = Target(data[name], scales[name], buffers[n // 2])
+                target = Target(data[use], scales[use], buffers[n // 2])
                 row = row * BLOCK + half * HALF
                 put(value, target, row, column, 0, format, wait=n > 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -105,12 +106,12 @@ def quantize_rows(
     scratch = _scratch(x, data.values(), gather_idx is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
     data, scales = run(x, gather_idx, blocks.start, blocks.rows)
-    by_rows = by_columns = None
-    if rows:
-        by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
-    if columns:
-        by_columns = KMajorFp8(data["columns"][:width], scales["columns"])
-    return by_rows, by_columns
+    operand = wgrad_operand = None
+    if fprop_or_dgrad:
+        operand = KMajorFp8(data["fprop_or_dgrad"][:, :width], scales["fprop_or_dgrad"])
+    if wgrad:
+        wgrad_operand = KMajorFp8(data["wgrad"][:width], scales["wgrad"])
+    return operand, wgrad_operand
 
 
 @with_vma_of_inputs
