@@ -110,7 +110,8 @@ def count_traffic(steps: Trace, plan: BlockPlan) -> int:
     """Returns the bytes of device memory that a microbatch reads and writes under a balanced load."""
     if plan.kernels == "xla":  # XLA's operations touch whole buffers
         return steps.traffic()
-    num_rows = max(steps.shards[array].shape[0] for array, name in steps.names.items() if name == "moax_hidden")
+    hidden = [array for array, name in steps.names.items() if name == "moax_hidden"]
+    num_rows = max(steps.shards[array].shape[0] for array in hidden)
     without_rows = max(0.0, 1 - plan.expected / num_rows)
     sorted_arrays = (array for array, shard in enumerate(steps.shards) if num_rows in shard.shape)
     return steps.traffic(dict.fromkeys(sorted_arrays, without_rows))

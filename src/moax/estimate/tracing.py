@@ -108,7 +108,8 @@ class Trace:
         traffic = 0.0
         for step, (read, written) in zip(self.steps, self._touched, strict=True):
             if step.eqn.primitive.name != "while":
-                traffic += sum(self.bytes[array] * (1 - uncounted.get(array, 0)) for array in read | written)
+                for array in read | written:
+                    traffic += self.bytes[array] * (1 - uncounted.get(array, 0))
         return round(traffic)
 
     def total(self, arrays: Any) -> int:

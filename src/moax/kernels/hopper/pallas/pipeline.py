@@ -315,8 +315,8 @@ def _store(output: Output, pieces, place, warpgroup, has_rows) -> None:
             output.memory[warpgroup, slot] = part.astype(output.memory.dtype)
             plgpu.commit_smem()
             result = output.target(place, warpgroup, column, chunk, *output.results)
-            copy = functools.partial(plgpu.copy_smem_to_gmem, output.memory.at[warpgroup, slot], result)
-            pl.when(has_rows)(copy)
+            stored = output.memory.at[warpgroup, slot]
+            pl.when(has_rows)(functools.partial(plgpu.copy_smem_to_gmem, stored, result))
             column += chunk
 
 
