@@ -2,7 +2,7 @@
 
 kernels/: grouped matmuls. block/: the MoE block and a step of the language model, each in a process of its own. wires/:
 the sum of gradients, bytes of compiled programs. peers/: implementations by others that are measured beside ours.
-results/: what was measured. tune.py measures the tiles of the products on this GPU: `python -m benchmarks.tune`.
+results/: what was measured. tune.py measures the tiles of the grouped matmuls on this GPU: `python -m benchmarks.tune`.
 cases.py, problem.py and timing.py: shapes, operands and clocks.
 profiles.py reads a profile of GPUs: `python -m benchmarks.profiles`.
 

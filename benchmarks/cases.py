@@ -2,7 +2,7 @@
 
 set         contents
 perf        the shapes of the performance targets
-anchors     both products of published models
+anchors     both matmuls of published models
 groups      the same rows in 4, 32, 128 and 256 groups
 tiny        shapes that a test can run on a CPU
 
@@ -112,7 +112,7 @@ def experts_of_rank(model: str, ranks: int) -> int:
 
 
 def products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case, Case]:
-    """Returns, of one of `ranks` ranks of ep with `tokens` tokens each at an even load, the products of x and the gate
+    """Returns, of one of `ranks` ranks of ep with `tokens` tokens each at an even load, the matmuls of x and the gate
     [H, F], of x and wi (gate and up together), and of h and wo."""
     c = find_model(model).config
     groups = experts_of_rank(model, ranks)

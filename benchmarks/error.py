@@ -1,4 +1,4 @@
-"""The error of a product against float64: norm of the difference over the norm, on a sample of every expert.
+"""The error of a grouped matmul against float64: norm of the difference over the norm, on a sample of every expert.
 
 direction    sample                                                 result
 fwd, dgrad   a few real rows and columns of each expert             out[m, n] = left[m] . right[g(m), n]
@@ -23,7 +23,7 @@ ELEMENTS = 1 << 24  # about as many elements of weights are copied to the host
 
 
 class Sample(NamedTuple):
-    """A sample of a product: its rows by expert, its columns, and their values by expert in float64."""
+    """A sample of a grouped matmul: its rows by expert, its columns, and their values by expert in float64."""
 
     rows: list[np.ndarray]
     columns: np.ndarray
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class Error(NamedTuple):
-    """The error of a product, and that of its worst expert."""
+    """The error of a grouped matmul, and that of its worst expert."""
 
     total: float
     worst: float
@@ -42,7 +42,7 @@ def sample(
     direction: Direction,
     operands: tuple[KMajorFp8, KMajorFp8] | None = None,
 ) -> Sample:
-    """Returns sampled float64 products of the bf16 operands of `problem`, or of the FP8 `operands`."""
+    """Returns sampled float64 matmuls of the bf16 operands of `problem`, or of the FP8 `operands`."""
     if operands:
         left, right = map(dequantize, operands)
     else:

@@ -1,6 +1,6 @@
 """The limits of the machine, which every run measures before its rows.
 
-bf16, fp8   a dense product of 8192^3, operands and result in device memory
+bf16, fp8   a dense matmul of 8192^3, operands and result in device memory
 memory      the faster of a negation and a copy of several GB, read plus written
 """
 
@@ -57,7 +57,7 @@ def rate(row: Row, limits: dict[str, Any], flops: float, nbytes: float = 0.0) ->
         return
     row.tflops = flops / row.us * 1e-6
     row.tb_s = nbytes / row.us * 1e-6 or None
-    # mxfp8 dequantizes before products.
+    # mxfp8 dequantizes before matmuls.
     product = "bf16" if row.recipe in ("none", "mxfp8") else "fp8"
     rates = {product: flops, "memory": nbytes}
     known = {n: work / limits[n]["value"] * 1e-6 for n, work in rates.items() if n in limits and limits[n]["value"]}
@@ -67,7 +67,7 @@ def rate(row: Row, limits: dict[str, Any], flops: float, nbytes: float = 0.0) ->
 
 
 def _product(size: int, name: str):
-    """Returns (functions, arguments, flops) of a dense product."""
+    """Returns (functions, arguments, flops) of a dense matmul."""
     dtype = jnp.float8_e4m3fn if name == "fp8" else jnp.bfloat16
     a, b = (jax.random.normal(key, (size, size)).astype(dtype) for key in jax.random.split(jax.random.key(0)))
 

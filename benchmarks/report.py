@@ -41,7 +41,7 @@ class Row:
       tflops, tb_s: TFLOP/s and TB/s; only real rows count.
       limit: the binding physical limit.
       fraction: the rate over the rate that the limit allows.
-      error: distance to the float64 result of the operands that enter the product, norm over norm.
+      error: distance to the float64 result of the operands that enter the matmul, norm over norm.
       error_worst: the same of the worst expert.
       peers: {peer: its time over moax's}.
       note: a remark, or the reason why nothing was measured.

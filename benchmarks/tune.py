@@ -1,4 +1,4 @@
-"""This program measures the tiles of each product on this GPU, and keeps the fastest in the user's table."""
+"""This program measures the tiles of each grouped matmul on this GPU, and keeps the fastest in the user's table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from moax.kernels.hopper.pallas.stages import TileConfig
 
 NAME = "python -m benchmarks.tune"
 DESCRIPTION = """\
-Measures the tiles of every product of the cases on this GPU. A table in your cache folder (~/.cache/moax/tiles.json, or
---out FILE) keeps the fastest tile of each shape, if it is at least 1 % faster than the tile of the heuristic. Kernels
-read your table before the one in the package.
+Measures the tiles of every grouped matmul of the cases on this GPU. A table in your cache folder
+(~/.cache/moax/tiles.json, or --out FILE) keeps the fastest tile of each shape, if it is at least 1 % faster than the
+tile of the heuristic. Kernels read your table before the one in the package.
 """
 GAIN = 1.01
 WGRAD_FP8 = TileConfig(128, 4, 8, 3)
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every product of the cases, and writes the table after each case. Returns 0."""
+    """Measures every grouped matmul of the cases, and writes the table after each case. Returns 0."""
     program.start()
     unknown = set(args.ops.split(",")) - KERNELS.keys()
     if unknown:

@@ -194,7 +194,7 @@ class TrainConfig:
     )
     seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
     recipe: str | None = setting(
-        "how products are quantized: none, fp8_block or mxfp8",
+        "how matmuls are quantized: none, fp8_block or mxfp8",
         None,
         metavar="NAME",
     )

@@ -73,7 +73,7 @@ class Params:
 def init(key: PRNGKeyArray, model: ModelConfig) -> Params:
     """Returns float32 parameters, drawn from a normal distribution of standard deviation 1 / sqrt(fan in).
 
-    The matrices whose product a layer adds to the residual stream are smaller by sqrt(2 L). Where `predict` is not
+    The matrices whose result a layer adds to the residual stream are smaller by sqrt(2 L). Where `predict` is not
     tied, its scale is a fifth, so that the first predictions are near uniform.
     """
     width = model.d_model
@@ -199,7 +199,7 @@ def forward(
             )
         return x + y, stats
 
-    # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
+    # The lookup is a matmul with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
     # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
     # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5

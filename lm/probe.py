@@ -129,14 +129,14 @@ def probe(
     return {name: np.where(np.isfinite(e), e, np.nan) for name, e in zip(names, each, strict=True)}
 
 
-# These programs run once, so XLA need not time its own kernels for each of their products: cuBLAS has one.
+# These programs run once, so XLA need not time its own kernels for each of their matmuls: cuBLAS has one.
 @partial(
     jax.jit, static_argnames="config",
     compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
 )  # fmt: skip
 def _gradients(state: steps.TrainState, batch, config: TrainConfig):
     """Returns the gradients of wi [L, E, H, G, F] and wo [L, E, F, H]."""
-    # A GPU would compute float32 products in TF32, which errs by as much as bfloat16 may.
+    # A GPU would compute float32 matmuls in TF32, which errs by as much as bfloat16 may.
     with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
         moe = steps.gradients(state, batch, config)[1].layers.moe
     return moe.wi, moe.wo

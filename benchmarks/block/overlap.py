@@ -1,6 +1,6 @@
 """How much of the wire of layers' weights hides behind the work: `python -m benchmarks.block.overlap --mesh 1,2`.
 
-A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run forward and backward,
+A layer is four d x d matmuls by `moax.ops.dense`, norms, and the model's block; L layers run forward and backward,
 with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh, so that a mesh would take the time
 of fsdp 1 if the wire of its weights were hidden whole. Several devices run with `moax.OVERLAP_OPTIONS`, and for the
 tokens of `--installed` as XLA is installed too; the two differ by the order of sums. `--ways` tells how the layers run.
@@ -51,7 +51,7 @@ class Case:
       layers: the layers of the scan.
       tokens: the tokens of a device, one number for each row; `overlap_worker` takes one.
       fsdp, ep, dp: the sizes of the mesh.
-      recipe: the recipe of all products; "none" is bfloat16.
+      recipe: the recipe of all matmuls; "none" is bfloat16.
       options: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
       way: how the layers run, one of `WAYS`.
       impl: "moax", or the name of a peer.

@@ -78,7 +78,7 @@ def stage_of(kernel: str, scope: str) -> str:
         if stage != "gemm":
             return stage
         if not PRODUCTS.search(text):
-            return "route"  # This is the product of the router.
+            return "route"  # This is the matmul of the router.
         return "gemm dgrad" if BACKWARD.search(text) else "gemm fwd"
     return "other"
 

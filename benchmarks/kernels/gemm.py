@@ -1,6 +1,6 @@
-"""`python -m benchmarks gemm`: grouped products beside their peers, in three directions.
+"""`python -m benchmarks gemm`: grouped matmuls beside their peers, in three directions.
 
-Each product is measured in bf16, and in FP8 with scale blocks of 1 x 128 for rows and 128 x 128 for weights; on a GPU
+Each matmul is measured in bf16, and in FP8 with scale blocks of 1 x 128 for rows and 128 x 128 for weights; on a GPU
 `moax_xla` is that of `kernels="xla"`. The operands of moax and of the peers are quantized before the clock starts. Only
 real rows count as work.
 """
@@ -68,7 +68,7 @@ def own(
     repeats: Repeats,
     by_xla: bool = False,
 ) -> Row:
-    """Returns the row of moax's product."""
+    """Returns the row of moax's grouped matmul."""
     fp8 = recipe != "none"
     impl = f"{OURS}_xla" if by_xla else OURS
     row = Row("gemm", problem.case.name, direction, impl, recipe, "e4m3" if fp8 else "bfloat16")

@@ -1,4 +1,4 @@
-"""Moax's own grouped products as the benchmarks call them: by the Hopper kernels, or by XLA.
+"""Moax's own grouped matmuls as the benchmarks call them: by the Hopper kernels, or by XLA.
 
 The `Blocks` of rows are made before the clock starts, since a layer makes them once for all six matmuls.
 """
@@ -57,7 +57,7 @@ def dims(problem: Problem, direction: Direction) -> tuple[int, int, int]:
 
 
 def gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
-    """Returns the product of a direction by the Hopper kernel with the tile that moax picks, and on a CPU by XLA."""
+    """Returns the matmul of a direction by the Hopper kernel with the tile that moax picks, and on a CPU by XLA."""
     if find_device().platform != "gpu":
         return xla_gemm(problem, direction, operands)
     fp8 = operands is not None
@@ -67,7 +67,7 @@ def gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
 
 
 def hopper_gemm(problem: Problem, op: str, direction: Direction, operands: Operands, tile) -> Call:
-    """Returns the product by the kernel of `op` with a tile."""
+    """Returns the matmul by the kernel of `op` with a tile."""
     kernel, options, _ = KERNELS[op]
     f = jax.jit(lambda left, right, blocks: kernel(left, right, blocks, tile, out_dtype=jnp.bfloat16, **options))
     name = " ".join(f"{field.name[0]}{getattr(tile, field.name)}" for field in dataclasses.fields(tile))
@@ -75,7 +75,7 @@ def hopper_gemm(problem: Problem, op: str, direction: Direction, operands: Opera
 
 
 def xla_gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
-    """Returns the product by XLA, which dequantizes FP8 operands."""
+    """Returns the matmul by XLA, which dequantizes FP8 operands."""
 
     def forward(x, w, sizes):
         return grouped_matmul_of(x, w, sizes, align=BLOCK, kernels="xla")

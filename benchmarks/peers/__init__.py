@@ -1,1 +1,1 @@
-"""Peers are layers and products of others, which run beside moax's; those of PyTorch in processes of their own."""
+"""Peers are layers and matmuls of others, which run beside moax's; those of PyTorch in processes of their own."""

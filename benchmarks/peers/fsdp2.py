@@ -1,7 +1,7 @@
 """The layers of `overlap` in PyTorch with FSDP2, a process a GPU: python3 -m benchmarks.peers.fsdp2 CASE
 
 CASE is that of `overlap_worker`. Each layer is one unit of `fully_shard`: PyTorch gathers its weights in bf16 ahead of
-its forward and of its backward, and reduces its gradients in bf16. The products of experts are `torch._grouped_mm`. On
+its forward and of its backward, and reduces its gradients in bf16. The matmuls of experts are `torch._grouped_mm`. On
 one GPU the same layers run without `fully_shard`. Nothing is computed again in backward, and each layer is compiled
 where there is a GPU. The process becomes torchrun. Rank 0 prints READY, waits for a line on stdin, and prints the row.
 """
@@ -176,7 +176,7 @@ def define_layer() -> Any:
             return d.flatten(0, 1)[order], None, None
 
     class Layer(torch.nn.Module):
-        """Dense products with relu, a norm before them and before the experts, and residuals."""
+        """Dense matmuls with relu, a norm before them and before the experts, and residuals."""
 
         def __init__(self, config: MoEConfig):
             super().__init__()

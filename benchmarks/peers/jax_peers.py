@@ -1,4 +1,4 @@
-"""Peers of the grouped products in JAX: a function (problem, direction, quick) returns a call for each tile of a peer.
+"""Peers of the grouped matmuls in JAX: a function (problem, direction, quick) returns a call for each tile of a peer.
 
 The fastest call counts. The calls take rows without padding between groups.
 """
@@ -40,7 +40,7 @@ WIDTHS = (16, 8, 4, 2, 1)
 
 
 def ragged_dot(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """Returns `jax.lax.ragged_dot` or a transpose of it; on Hopper XLA makes a dense product for each group of it."""
+    """Returns `jax.lax.ragged_dot` or a transpose of it; on Hopper XLA makes a dense matmul for each group of it."""
     del quick
     case = problem.case
     expanded = 2 * case.groups * case.rows * max(case.contracted, case.columns if direction == "dgrad" else 0)

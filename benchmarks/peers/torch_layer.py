@@ -1,6 +1,6 @@
 """The MoE layer in PyTorch on a mesh of fsdp and ep, a process a GPU: a peer of `moax.moe`, forward and backward.
 
-    router -> sort by expert -> all_to_all_single over ep -> sort by expert -> product, SwiGLU, product
+    router -> sort by expert -> all_to_all_single over ep -> sort by expert -> matmul, SwiGLU, matmul
            -> all_to_all_single back -> weighted sum
 
 The host waits once a call, for how many rows come and go. Weights are all-gathered over fsdp, in backward anew, and
@@ -57,7 +57,7 @@ class Params(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Of rows sorted by expert, whose groups begin at multiples of `pad` rows and end at `ends`.
+    """Grouped matmuls of rows sorted by expert, whose groups begin at multiples of `pad` rows and end at `ends`.
 
     forward(rows [N, K], w [G, K, M], ends) -> [N, M]; dgrad(d [N, M], w, ends) -> [N, K];
     wgrad(rows, d, ends) -> [G, K, M].
@@ -357,7 +357,7 @@ def compiled(**options) -> SimpleNamespace:
 
 
 def bf16() -> Products:
-    """Returns the products by `torch._grouped_mm`."""
+    """Returns the matmuls by `torch._grouped_mm`."""
     product = torch._grouped_mm
     return Products(
         lambda rows, w, ends: product(rows, w, offs=ends),

@@ -215,7 +215,7 @@ def main() -> int:
             text = f"{rows[-1].us / 1e3:.1f} ms a step"
         say(f"{variant.name}: {text}, {clock.passed():.0f} s after the start")
 
-    # One layer compiles alone: XLA then times the products that all variants share on an idle GPU.
+    # One layer compiles alone: XLA then times the matmuls that all variants share on an idle GPU.
     for variant in variants[:1]:
         warm(variant).compile(clock)
     for wave in split_waves(variants, args.jobs):

@@ -3,7 +3,7 @@
     bfloat16   a ring of reduce-scatters, whose sums are bfloat16
     float32    the same in float32: twice the bytes
 
-The program is `scatter_gradient` of the backward pass on gradients in float32, as its products make them; that of
+The program is `scatter_gradient` of the backward pass on gradients in float32, as its matmuls make them; that of
 bfloat16 starts from gradients in bfloat16. Times are the wall clock of back-to-back calls; bytes are those that a
 device sends by the ring algorithm.
 """

@@ -192,9 +192,9 @@ def choices() -> list[Choice]:
     running_kernels = [c.value for c in kernel_choices if c.runs and c.value != "auto"]
     recipe_choices = []
     for name, recipe in RECIPES.items():
-        note = "dequantized before products"
+        note = "dequantized before matmuls"
         if any(supports_fp8(kernels, recipe) for kernels in running_kernels):
-            note = "FP8 products, where scale blocks fit the shards"
+            note = "FP8 matmuls, where scale blocks fit the shards"
         recipe_choices.append(Choice("recipe", name, True, note))
     return kernel_choices + exchange_choices + recipe_choices
 

@@ -103,7 +103,7 @@ def test_exchanges_are_those_of_the_tables():
     assert sorted(float(word) for word in words if re.fullmatch(r"\d+\.\d\d", word)) == sorted(times)
     text = read_alternative("exchanges.svg")
     assert "all_gather is the fastest with Qwen3-30B and with Mixtral-8x7B at ep 2" in text
-    assert "both exchanges take about as long with Mixtral-8x7B at ep 4" in text
+    assert "both transports take about as long with Mixtral-8x7B at ep 4" in text
     assert "PyTorch takes longest" in text
 
 

@@ -307,7 +307,7 @@ def benchmark_table() -> list[str]:
             add(f"block {case}, one GPU, ms", name, min, bf16, [], fp8, [])
     both = [row for row in read_rows(qwen) if row["direction"] == "fwd+bwd" and row["case"] == "qwen3-30b T8192"]
     prequantized = [row["us"] / 1e3 for row in both if row["recipe"] == "fp8_block+kept"]
-    add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], prequantized, [])
+    add("block qwen3-30b T8192, prequantized weights, one GPU, ms", qwen, min, [], [], prequantized, [])
     for model in ("qwen3-30b", "mixtral-8x7b"):
         name = "h200x2_block.json"
         ours, theirs = (pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2{way}", direction="fwd+bwd")
@@ -370,7 +370,7 @@ def test_benchmarks_are_committed():
 
 
 EXCHANGES = ("all_gather", "all_to_all")
-LABELS = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, pre-quantized weights"}
+LABELS = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, prequantized weights"}
 
 
 def read_exchanges(name: str, direction: str = "fwd+bwd") -> dict[tuple[str, str, str], dict]:

@@ -357,5 +357,5 @@ def test_kernels_with_prequantized_weights_are_committed():
     rows = {row["recipe"]: row["extra"]["kernel_us"] / 1e3 for row in read_rows("h200_block_qwen3.json")
             if (row["case"], row["direction"]) == ("qwen3-30b T8192", "fwd+bwd")}  # fmt: skip
     page = " ".join((ROOT / "docs/how-to/microbatches.md").read_text().split())
-    sentence = f"take {rows['fp8_block']:.2f} ms in `fp8_block`, and {rows['fp8_block+kept']:.2f} ms with pre-quantized"
+    sentence = f"take {rows['fp8_block']:.2f} ms in `fp8_block`, and {rows['fp8_block+kept']:.2f} ms with prequantized"
     assert sentence in page

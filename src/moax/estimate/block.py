@@ -1,6 +1,6 @@
 """One MoE block on a mesh of described GPUs: its plan, the trace of its microbatch, and what the trace does not show.
 
-The trace has every array and every collective of forward and backward. It does not have the operations of the products,
+The trace has every array and every collective of forward and backward. It does not have the operations of the matmuls,
 which `count_operations` adds.
 """
 
@@ -118,14 +118,14 @@ def count_traffic(steps: Trace, plan: BlockPlan) -> int:
 
 
 def count_operations(block: BlockSpec) -> int:
-    """Returns the operations of the products of a microbatch."""
+    """Returns the operations of the matmuls of a microbatch."""
     config = block.config
     tp = block.axes.size(block.axes.tp)
     columns_of_expert = config.d_rows * config.top_k * (config.d_ff // tp)
     columns_of_shared = config.d_model * (config.shared_d_ff // tp)
     product = 2 * block.tokens * (columns_of_expert + columns_of_shared)
     latent = 2 * block.tokens * config.d_model * (config.d_latent or 0)
-    # With remat, forward runs again up to the last product whose result backward reads: wo's for latent_up alone.
+    # With remat, forward runs again up to the last matmul whose result backward reads: wo's for latent_up alone.
     repeats_wo = block.remat and latent > 0
     of_wi = (3 + block.remat) * (config.gates * product + latent)
     of_wo = (3 + repeats_wo) * product + 3 * latent

@@ -12,8 +12,8 @@ class Hardware:
     Attributes:
       kind: its name in JAX, by which moax chooses its kernels.
       memory: the bytes of a GPU.
-      bf16, fp8: operations/s of grouped products.
-      xla: operations/s of the grouped products of `kernels="xla"`.
+      bf16, fp8: operations/s of grouped matmuls.
+      xla: operations/s of the grouped matmuls of `kernels="xla"`.
       hbm: bytes/s of device memory, reads plus writes.
       nvlink, network: bytes/s that a GPU sends to GPUs of its host, and through its NIC.
       host: the GPUs of one host.

@@ -53,7 +53,7 @@ class Once(NamedTuple):
 
     Attributes:
       bytes: the bytes of the quantized weights that the step holds beside the parameters. A weight that already has the
-        dtype of the products, and that no device gathers, is the parameter itself: it adds none.
+        dtype of the matmuls, and that no device gathers, is the parameter itself: it adds none.
       transfers: the arrays that are sent, by the name of their scope in a profile.
       traffic: the bytes of device memory that are read and written.
     """
@@ -91,7 +91,7 @@ class Estimate:
       once: what a step does once for one layer, before its microbatches; see `Once`.
       transfers: the arrays that one layer sends in each microbatch, by the name of their scope in a profile; `sum` has
         those of none.
-      operations: the operations of one layer's products in a microbatch, with the shared expert and latent experts.
+      operations: the operations of one layer's matmuls in a microbatch, with the shared expert and latent experts.
       traffic: the bytes of device memory that one layer reads and writes in each microbatch.
     """
 
@@ -137,7 +137,7 @@ class Estimate:
 
     @property
     def times(self) -> dict[str, float]:
-        """The seconds of the products, of device memory, and of the collectives of each scope, all layers together."""
+        """The seconds of the matmuls, of device memory, and of the collectives of each scope, all layers together."""
         products = self.operations / self._rate_of_products
         traffic = self.microbatches * self.traffic + self.once.traffic
         times = {"products": self.microbatches * products, "device memory": traffic / self.hardware.hbm}
@@ -155,7 +155,7 @@ class Estimate:
 
     @property
     def _rate_of_products(self) -> float:
-        """The operations/s of products."""
+        """The operations/s of matmuls."""
         if self.plan.kernels == "xla":
             return self.hardware.xla
         if supports_fp8(self.plan.kernels, self.plan.recipe):

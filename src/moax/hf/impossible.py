@@ -25,7 +25,7 @@ REASONS = {
         "of the layer",
     "nllb-moe switch_transformers":
         "the router drops tokens by their place in the sequence, each expert has biases and plain "
-        "ReLU, and dropout lies between its products",
+        "ReLU, and dropout lies between its matmuls",
     "phimoe":
         "SparseMixer masks the logits of each choice by a threshold, and samples experts in "
         "training",

@@ -67,7 +67,7 @@ class Collective(Transfer):
       times: executions in one call: the product of the trip counts of the scans around it, all branches taken.
       open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
         counts once in `times`.
-      carries: the parameters of the program that the array is made of without a product or a reduction in between, such
+      carries: the parameters of the program that the array is made of without a matmul or a reduction in between, such
         as a weight that was cast, quantized or cut. Equality ignores `carries` and `reaches`.
       reaches: the results of the program that are made of the array in the same way, such as a gradient.
     """

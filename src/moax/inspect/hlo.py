@@ -2,7 +2,7 @@
 
 `trace` follows arrays from parameters to collectives, and on to results, through operations that keep their elements,
 such as casts, slices, transposes, sums and products with arrays of the same shape, loops and collectives. It stops
-where another array is made: at a product that contracts a dim, a reduction, a comparison, a broadcast, and a kernel.
+where another array is made: at a matmul, a reduction, a comparison, a broadcast, and a kernel.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
 
 Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2, each of which is the rest
-rounded to bfloat16. The product of two bfloat16 numbers is exact in float32, so three products of bfloat16 make the
-float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A bfloat16 weight is its
+rounded to bfloat16. The product of two bfloat16 numbers is exact in float32, so three matmuls of bfloat16 make the
+float32 matmul. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A bfloat16 weight is its
 own only part. An x of another dtype is multiplied in float32.
 
     score    softmax        exp(l) / sum exp(l)
@@ -114,7 +114,7 @@ def router_logits(
     # The gradient of w is a float32 array until all devices have been summed; the transpose of this cast rounds it.
     static = RouterSpec(view.axes, narrow=w.dtype == jnp.bfloat16)
     w = w.astype(jnp.float32)
-    if x.shape[0] == 0:  # XLA compiles no product of a shard without rows
+    if x.shape[0] == 0:  # XLA compiles no matmul of a shard without rows
         return jnp.dot(x.astype(jnp.float32), w)
     return _router(view, static, x, w)[0]
 
@@ -281,7 +281,7 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
 
 
 def _dot(a, b, contract, *, parts: int = 1, precision=None):
-    """Returns the float32 product of a and b, which holds `parts` matrices side by side: the sum of their products."""
+    """Returns the float32 matmul of a and b, which holds `parts` matrices side by side: the sum of their matmuls."""
     dims = (contract, ((), ()))
     product = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
     smallest_part_first = jnp.split(product, parts, axis=1)[::-1]

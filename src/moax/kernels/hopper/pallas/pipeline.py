@@ -323,7 +323,7 @@ def _store(output: Output, pieces, place, warpgroup, has_rows) -> None:
 def contract(steps, number, ring: Ring, multiply: Callable, tile_n: int, count: int = 1) -> list:
     """Returns `count` products [64, tile_n] f32 of a consumer, over `steps` stages of 16-bit operands.
 
-    multiply(slot, accs) begins to add the products of a stage to accumulators; see `Work` for the other arguments.
+    multiply(slot, accs) begins the matmuls of a stage, which add to accumulators; see `Work` for the other arguments.
     """
     slots = ring.full.shape[0]
 
@@ -335,7 +335,7 @@ def contract(steps, number, ring: Ring, multiply: Callable, tile_n: int, count: 
             slot = lax.rem(number, slots)
             plgpu.barrier_wait(ring.full.at[slot])
             multiply(slot, accs)
-            plgpu.wgmma_wait(count)  # the products of the stage before have read it
+            plgpu.wgmma_wait(count)  # the matmuls of the stage before have read it
             pl.when(k > 0)(lambda: free(lax.rem(number + slots - 1, slots)))
             return number + 1
 
@@ -349,7 +349,7 @@ def contract(steps, number, ring: Ring, multiply: Callable, tile_n: int, count: 
 
 
 def multiply_fp8(number, rows, ring: Ring, right: str, tile_n: int):
-    """Returns the slot of stage `number`, the product [64, tile_n] f32 of `rows` of "x" and of `right`, and "sx"."""
+    """Returns the slot of stage `number`, the matmul [64, tile_n] f32 of `rows` of "x" and of `right`, and "sx"."""
     slot = lax.rem(number, ring.full.shape[0])
     plgpu.barrier_wait(ring.full.at[slot])
 
