@@ -12,7 +12,6 @@ import logging
 import math
 import numbers
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -95,11 +94,19 @@ def _check_number(name: str, value: Any, kind: type, least: float | None, above:
         elif math.isfinite(least):
             expected += f" >= {least}"
     is_number = issubclass(type(value), number) and not isinstance(value, bool)
-    _require(is_number and abs(value) <= sys.float_info.max, name, value, expected)
+    _require(is_number and _is_finite(value), name, value, expected)
     if above is None:
         _require(value >= least, name, value, expected)
     else:
         _require(value > above, name, value, expected)
+
+
+def _is_finite(number: Any) -> bool:
+    """Returns whether a number is finite, as a float."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def _require(fits: bool, name: str, value: Any, expected: str) -> None:
