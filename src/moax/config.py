@@ -208,7 +208,8 @@ class Options:
         no rows travel, forward keeps none. With adapters forward keeps the rows in each of these cases.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
-        dtype. Where the caller's own `shard_map` sums over dp, that sum has the dtype of the parameter.
+        dtype. Inside the caller's own `shard_map` the option covers the sum over fsdp alone. The caller, or JAX for the
+        caller, sums over dp after the cast, in the dtype of the parameter.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
