@@ -116,7 +116,7 @@ def forward_up(
 
     The round has the sorted rows from `start` on, and `keep` saves rows for the gradient of wi.
     """
-    # The barriers keep XLA from running a kernel twice whose result a scan stores and the second half reads.
+    # Without the barriers XLA runs a kernel twice whose result a scan stores and the second half reads.
     planned = plan_rows(buffers.permute, received.experts, received.weights, start)
     plan, row_weights = lax.optimization_barrier(planned)
     groups = find_groups(p, buffers, plan)
@@ -143,7 +143,7 @@ def forward_down(
     weights = received.weights if p.config.weights_at == "output" else None
     partial = unpermute_forward(buffers.permute, o, saved.plan, weights)  # [R, H]
     y = combine_forward(buffers.exchange, partial, received.slots)  # [T, H]
-    # XLA would merge the sum of returned rows with a sum of the caller, in another order.
+    # Without the barrier XLA would merge the sum of returned rows with a sum of the caller, in another order.
     y = lax.optimization_barrier(y)
     return y, received.dropped + saved.plan.dropped
 
@@ -235,7 +235,7 @@ def backward_up(
     d_received = unpermute_forward(buffers.permute, d_rows, saved.plan)  # [R, H]
     d_weights = weights_from_rows(saved.plan, grads.d_row_weights)  # [R, K]
     dx, d_weights = dispatch_backward(buffers.exchange, saved.sent, d_received, d_weights)
-    return lax.optimization_barrier(dx), d_weights
+    return lax.optimization_barrier(dx), d_weights  # dx is a sum of returned rows, as y is in `forward_down`
 
 
 def permute_quantize(

@@ -97,7 +97,8 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents: BlockResult):
     quantized_wi, quantized_wo = quantized
     own = Spec(p.axes.all)
     tokens = Spec(p.axes.tokens, None)
-    # XLA must not keep the rows that backward makes again.
+    # Backward makes rows again. Without the barrier XLA would keep those of forward, as common subexpressions
+    # (jax-ml/jax#13999).
     inputs, dy = lax.optimization_barrier((inputs, cotangents.y))
     # The first matmul reads wo. The gather of wo needs forward alone, so that XLA may start it before dy is there.
     wo_gather = GatherSpec(p.wo, "dgrad", after=(own,))

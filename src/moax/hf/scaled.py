@@ -3,7 +3,7 @@
 fp8 128 x 128 (Base)    w[r, c] = e4m3(weight[r, c]) * scale[r // 128, c // 128]              scale f32 or e8m0
 fp4 1 x 32 (Flash, Pro) w[r, 2 j + i] = e2m1(nibble i of weight[r, j]) * scale[r, j // 16]    scale e8m0
 
-NVIDIA-NeMo/Automodel issue 2034 lists the shapes and dtypes of both. Nibbles 0 and 1 are the low and the high
+NVIDIA-NeMo/Automodel#2034 lists the shapes and dtypes of both. Nibbles 0 and 1 are the low and the high
 half of a byte. bfloat16 holds fp4 exactly. The product of an fp8 value and its scale is rounded once, to bfloat16 or to
 the wanted dtype.
 """

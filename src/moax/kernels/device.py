@@ -21,7 +21,7 @@ def find_device() -> Any:
 def sums_in_pieces() -> bool:
     """Returns whether an all-to-all and a sum take the place of a reduce-scatter, for `mesh.collectives`.
 
-    Processes on CPUs talk through gloo, whose reduce-scatter returns wrong values at times (jax issue 40830).
+    Processes on CPUs talk through gloo, whose reduce-scatter returns wrong values at times (jax-ml/jax#40830).
     """
     return find_device().platform == "cpu" and jax.distributed.is_initialized()
 

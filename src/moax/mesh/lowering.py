@@ -126,7 +126,7 @@ mlir.register_lowering(_mark_tangent, lambda ctx, *operands, name: _refuse_forwa
 def name_call(op: str, call: Any, operand_types, result_types) -> None:
     """Names the custom call that JAX has just inserted by a digest of its content; raises Unsupported for an export.
 
-    JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
+    JAX lowers such a call to a custom call that names a Python object by its address (jax-ml/jax#21159). The address is
     part of the key of JAX's compilation cache, and differs in each process. The digest covers everything on which the
     work of the object depends: the op, its static arguments, the source of moax, and the settings of JAX that change a
     trace. A part may have no stable text, such as an `Op` of a function outside of moax, whose text is an address. A

@@ -8,7 +8,7 @@ force. The kind of the mesh axes decides the engine:
 |--------------------------|-----------------------------------------------------------------------------------|
 | absent, or all of size 1 | the local function runs on the operands                                           |
 | Auto                     | `custom_partitioning`, or `shard_map` where the caller names it                    |
-| Explicit                 | `shard_map` (`custom_partitioning` fails there: jax issue 34811)                   |
+| Explicit                 | `shard_map` (`custom_partitioning` fails there: jax-ml/jax#34811)                  |
 | Manual, all of them      | the local function; the caller sums over axes that split no dim of a result       |
 | Manual, others alone     | `shard_map` over the axes that are not Manual                                     |
 

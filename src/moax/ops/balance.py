@@ -23,7 +23,7 @@ The stats hold `needed` as a histogram: for each expert 1000 equal bins over [mi
 [0, 1] are inside of these bounds. The end bins also count values outside of them, which other scores may have.
 
 Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
-as in Megatron-LM #6637 and torchtitan #4577.
+as in NVIDIA/Megatron-LM#6637 and pytorch/torchtitan#4577.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
     # The parts sum to x, the largest first; each one is the rest rounded to bfloat16.
     parts = []
     rest = x.astype(jnp.float32)
-    for _ in range(max(order) + 1):  # XLA may remove a cast to bfloat16 and back
+    for _ in range(max(order) + 1):  # XLA may remove a cast to bfloat16 and back: openxla/xla#41605
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16)[:, None, :])
         rest = rest - part
@@ -292,7 +292,7 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     config = static.config
     num_experts = logits.shape[1]
-    # The barrier keeps XLA from running a kernel twice whose result a scan stores.
+    # Without the barrier XLA runs a kernel twice whose result a scan stores.
     experts, chosen_logits = lax.optimization_barrier(select_experts(static, logits, bias))
     histogram = None
     if config.histogram:

@@ -213,8 +213,9 @@ def gather_shard(
     sign = collectives.vary_like(jnp.zeros(1), shard)
     if weight.gathered:
         return GatheredWeight(_make_operand(weight, static.use, shard), sign)
-    # Backward gathers, quantizes or casts a weight again, so that XLA must not keep the weight that forward made. A
-    # weight that is neither gathered nor made has no barrier: XLA would copy it out of the stack of a scan.
+    # Backward gathers, quantizes or casts a weight again. Without the barrier XLA would keep the weight that forward
+    # made, as a common subexpression (jax-ml/jax#13999). A weight that is neither gathered nor made has no barrier: XLA
+    # would copy it out of the stack of a scan.
     is_gathered = any(gather)
     is_made = quantized is None and (recipe.w is not None or shard.dtype != weight.dtype)
     waits = after or static.use == "dgrad"
