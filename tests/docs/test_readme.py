@@ -369,6 +369,19 @@ def test_benchmarks_are_committed():
     assert len(BENCHMARKS.splitlines()) <= 150
 
 
+def test_rows_behind_a_peer_are_counted():
+    """Breaks if a peer comes ahead in a row, or falls behind in one, and benchmarks/README.md counts other rows."""
+    behind = []
+    for line in benchmark_table():
+        what, *cells, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        pairs = (cells[:2], cells[2:4])
+        # Times are better where they are less.
+        sign = 1 if what.endswith("TFLOP/s") else -1
+        behind += [what for own, peer in pairs if own and peer and sign * float(own) < sign * float(peer)]
+    assert len(behind) == 3, behind
+    assert "moax is behind its peer in three rows: " in BENCHMARKS
+
+
 EXCHANGES = ("all_gather", "all_to_all")
 LABELS = {"none": "bf16", "fp8_block": "`fp8_block`", "fp8_block+kept": "`fp8_block`, prequantized weights"}
 

@@ -5,7 +5,7 @@ A test on a GPU compiles one program. Its time is that of the compiler, so what 
 groups, the routing, what padding holds) is an operand, and the numbers to compare with are NumPy's.
 
 Covers: products x sizes of groups x widths x recipes, with gradients; the block x recipes x widths x routings, with
-pre-quantized weights, overflow rounds and a capacity; types inside a shard_map; the choice of kernels and its reasons.
+prequantized weights, overflow rounds and a capacity; types inside a shard_map; the choice of kernels and its reasons.
 """
 
 import functools

@@ -112,8 +112,15 @@ def count_traffic(steps: Trace, plan: BlockPlan) -> int:
         return steps.traffic()
     hidden = [array for array, name in steps.names.items() if name == "moax_hidden"]
     num_rows = max(steps.shards[array].shape[0] for array in hidden)
+
+    def is_sorted(array: int) -> bool:
+        # Operands of wgrad are [C, N]. A dim of a weight [E, ...] or of an input may be as large as N by chance.
+        shape = steps.shards[array].shape
+        has_rows = shape[:1] == (num_rows,) or (len(shape) == 2 and shape[1] == num_rows)
+        return has_rows and array not in steps.inputs
+
     without_rows = max(0.0, 1 - plan.expected / num_rows)
-    sorted_arrays = (array for array, shard in enumerate(steps.shards) if num_rows in shard.shape)
+    sorted_arrays = filter(is_sorted, range(len(steps.shards)))
     return steps.traffic(dict.fromkeys(sorted_arrays, without_rows))
 
 

@@ -64,9 +64,10 @@ class Kernels(Protocol):
         self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
         weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
     ) -> Permutation:  # fmt: skip
-        """Returns the Permutation of experts in [0, num_groups], with `weights` f32 or None. keep(arrived) ->
-        (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1 of group g become
-        rows. None keeps all that arrived.
+        """Returns the Permutation of experts in [0, num_groups], with `weights` f32 or None.
+
+        keep(arrived) -> (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1
+        of group g become rows. None keeps all that arrived.
         """
         ...
 

@@ -57,7 +57,7 @@ from moax.recipe import FULL, Format, Recipe, Use
 from moax.types import QShard
 
 __all__ = xla.__all__
-WAVES = 4  # beside a collective; a matmul alone would take 1 to 3 % longer by them
+WAVES = 4  # beside a collective; a matmul alone takes up to 6 % longer by them
 # For wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24).
 GATHER_HIDDEN = 1536
 
