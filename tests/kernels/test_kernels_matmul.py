@@ -3,6 +3,7 @@
 Covers: products and both gradients, bf16 and FP8, x tiles.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +65,22 @@ def test_blocks_hold_every_row_once(sizes, align):
         assert 0 < blocks.rows[i] <= BLOCK and (group[part] == int(blocks.group[i])).all()
         held[part] += 1
     np.testing.assert_array_equal(held, real)
+
+
+def test_a_program_has_a_kernel_once():
+    """Layers of one shape would lower the kernels of each layer again: twice the time for eight layers."""
+    blocks = layout()[0]
+    w = jnp.zeros((len(SIZES), 256, 256), jnp.bfloat16)
+
+    def layers(x, *weights):
+        for w in weights:
+            x = grouped_matmul(x, w, blocks, TileConfig(64, 2, 2))
+        return x
+
+    x = jnp.zeros((ROWS, 256), jnp.bfloat16)
+    program = jax.jit(layers).trace(x, w, w, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("mosaic_gpu_v2") == 1
+    assert program.count("call @grouped_matmul") == 3
 
 
 @pytest.mark.parametrize(

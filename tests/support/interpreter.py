@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -16,6 +17,10 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# JAX keeps the traces of kernels. A trace of one number here is not taken for another, whatever was patched for it.
+TRACES = jax.make_user_context()
+NUMBERS = itertools.count()
 
 
 def take(ref, index):
@@ -84,7 +89,7 @@ def interpret(fn: Callable, *args, races: bool = True):
     """
     printed = io.StringIO()
     mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races))
-    with contextlib.redirect_stdout(printed), mode, without_ptx(), flattened_operands():
+    with contextlib.redirect_stdout(printed), mode, without_ptx(), flattened_operands(), TRACES(next(NUMBERS)):
         results = jax.tree.map(np.asarray, jax.jit(fn)(*args))
     if "RACE" in printed.getvalue():
         raise AssertionError(printed.getvalue()[:4000])
@@ -121,7 +126,9 @@ def flattened_operands() -> Iterator[None]:
 
 def lower(fn: Callable, *args) -> None:
     """Lowers fn(*args) for CUDA; raises where Mosaic refuses it, or where no kernel is in it."""
-    if "mosaic_gpu_v2" not in jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text():
+    with TRACES(next(NUMBERS)):
+        lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+    if "mosaic_gpu_v2" not in lowered.as_text():
         raise AssertionError("no kernel was lowered")
 
 

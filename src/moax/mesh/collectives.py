@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -171,16 +171,3 @@ def vary_like(x: Array, *others: PyTree) -> Array:
     if not missing:
         return x
     return lax.pcast(x, missing, to="varying")
-
-
-def with_vma_of_inputs[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Wraps the call of a kernel, so that the types of its results vary over the same mesh axes as its operands."""
-
-    # JAX types the results of a kernel as equal on every device, which `shard_map` with `check_vma` would believe.
-    @functools.wraps(call)
-    def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        operands = [v for v in jax.tree.leaves((args, options)) if isinstance(v, jax.Array)]
-        results = call(*args, **options)
-        return jax.tree.map(lambda result: vary_like(result, operands), results)
-
-    return wrapped

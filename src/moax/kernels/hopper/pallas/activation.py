@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from moax.activations import called, operations
 from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.ptx import launch
+from moax.kernels.hopper.pallas.ptx import launch, trace_once
 from moax.kernels.hopper.pallas.quantize import (
     Target,
     columns_of,
@@ -42,7 +42,6 @@ from moax.kernels.hopper.pallas.quantize import (
     zero_tail,
 )
 from moax.kernels.scales import DTYPES
-from moax.mesh.collectives import with_vma_of_inputs
 from moax.recipe import Format
 
 # The axis `i` of a grid counts halves of blocks, unless columns are quantized.
@@ -59,7 +58,7 @@ LONG = 20  # a gradient of more operations is computed for half as many columns 
 COLUMNS = (128, 64, 32)  # the numbers of columns that a tile in bf16 may have
 
 
-@with_vma_of_inputs
+@trace_once
 def activate_quantize(
     h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
     format: Format = Format(),
@@ -98,7 +97,7 @@ def activate_quantize(
     return KMajorFp8(*run(h, blocks.start, blocks.rows))
 
 
-@with_vma_of_inputs
+@trace_once
 def activate_grad_quantize(
     h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *,
     weights: Float[Array, " N"], of_a: Format = Format(), of_h: Format = Format(),
@@ -177,7 +176,7 @@ def activate_grad_quantize(
     return KMajorFp8(*a), KMajorFp8(*for_dgrad), KMajorFp8(*for_wgrad), inner
 
 
-@with_vma_of_inputs
+@trace_once
 def activate_rows(h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool) -> Float[Array, "N F"]:
     """a = act(gate, up), [N, F] bf16.
 
@@ -210,7 +209,7 @@ def activate_rows(h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gat
     return run(h, blocks.start, blocks.rows)
 
 
-@with_vma_of_inputs
+@trace_once
 def activate_grad_rows(
     h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *,
     weights: Float[Array, " N"],

@@ -36,15 +36,15 @@ from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import PIECE, Ring
+from moax.kernels.hopper.pallas.ptx import trace_once
 from moax.kernels.hopper.pallas.stages import LINE, TileConfig, check_dtypes, stage, swizzle_of, swizzled
-from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the contracted 16-bit elements of a stage
 # An older Mosaic finds no layout for a stage of three dims read as two.
 MERGES_DIMS = jax.__version_info__ >= (0, 11, 2)
 
 
-@with_vma_of_inputs
+@trace_once
 def grouped_matmul(
     x: Float[Array, "R K"] | KMajorFp8,
     w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8, blocks: Blocks, tile: TileConfig,
@@ -151,7 +151,7 @@ def grouped_matmul(
     )
 
 
-@with_vma_of_inputs
+@trace_once
 def grouped_matmul_activate(
     x: Float[Array, "R K"], w: Float[Array, "E K G F"], blocks: Blocks, tile: TileConfig,
     act: Callable, *, gather_idx: Int[Array, " M"] | None = None,

@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from moax.checks import Unsupported
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
-from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch
-from moax.mesh.collectives import with_vma_of_inputs
+from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, trace_once
 
 # A block of threads has so many bytes in flight; five or six blocks fill an SM.
 IN_FLIGHT = 32 * 1024
@@ -32,7 +31,7 @@ MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolle
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
 
 
-@with_vma_of_inputs
+@trace_once
 def gather_rows(
     x: Shaped[Array, "R H"], gather_idx: Int[Array, " N"], blocks: Blocks | None,
 ) -> Shaped[Array, "N H"]:  # fmt: skip
@@ -102,7 +101,7 @@ def gather_rows(
     return run(x, gather_idx, None if blocks is None else blocks.first_half)
 
 
-@with_vma_of_inputs
+@trace_once
 def gather_sum(
     rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"],
     weights: Float[Array, "R K"] | None = None,

@@ -33,9 +33,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moax.checks import Unsupported
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import ptx
-from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
+from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store, trace_once
 from moax.kernels.results import Permutation
-from moax.mesh.collectives import with_vma_of_inputs
 
 # A step has so many assignments, and compares so many groups at one time; a top k takes so many rows.
 STEP = 64
@@ -56,7 +55,7 @@ def supports_top_k(shape: tuple[int, ...], top_k: int) -> bool:
     return isinstance(rows, int) and rows >= STEP and takes_experts
 
 
-@with_vma_of_inputs
+@trace_once
 def top_k_rows(
     logits: Float[Array, "T E"], top_k: int,
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:  # fmt: skip
@@ -129,7 +128,7 @@ def supports(shape: tuple[int, ...], groups: int) -> bool:
     return 4 * (steps * held + 3 * held + 3 * steps * STEP) <= MOST_BYTES
 
 
-@with_vma_of_inputs
+@trace_once
 def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
     """Returns the Counts of experts [R, K] i32 in [0, groups]; `groups` stands for no group.
 
@@ -190,7 +189,7 @@ class Shared(NamedTuple):
     loaded: Any
 
 
-@with_vma_of_inputs
+@trace_once
 def build_permutation(
     experts: Int[Array, "R K"], counted: Counts, groups: int, align: int, num_rows: int,
     weights: Float[Array, "R K"] | None = None,

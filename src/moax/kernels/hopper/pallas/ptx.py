@@ -1,10 +1,12 @@
-"""A short call of a kernel, and what Pallas lacks: loads and stores where each thread has an index, by inlined PTX."""
+"""Short calls of kernels, and what Pallas lacks: loads and stores where each thread has an index, by inlined PTX."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -14,7 +16,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int, Num
 
+from moax.mesh.collectives import vary_like
+
 THREADS = 128  # the threads of a warpgroup
+ARRAYS = (jax.Array, np.ndarray)
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 # Before jax 0.12 every store of an array to a reference may be unoptimized.
 store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))
@@ -53,6 +58,34 @@ def launch(
         compiler_params=plgpu.CompilerParams(**params),
         **threads,
     )
+
+
+def trace_once[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """Wraps a function that calls a kernel: a program traces and lowers it once for equal arguments.
+
+    Four layers that call the wrapped function with the same shapes have one kernel. The types of its results vary over
+    the same mesh axes as its operands: JAX types the results of a kernel as equal on every device, which `shard_map`
+    with `check_vma` would believe.
+    """
+
+    def call_leaves(structure: Any, constants: tuple[Any, ...], arrays: list[Array | None]) -> R:
+        pairs = zip(constants, arrays, strict=True)
+        leaves = [constant if array is None else array for constant, array in pairs]
+        args, options = jax.tree.unflatten(structure, leaves)
+        return call(*args, **options)
+
+    call_leaves.__name__ = call.__name__  # profiles and jaxprs show it
+    jitted = jax.jit(call_leaves, static_argnums=(0, 1))
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, options))
+        arrays = [leaf if isinstance(leaf, ARRAYS) else None for leaf in leaves]
+        constants = [None if isinstance(leaf, ARRAYS) else leaf for leaf in leaves]
+        results = jitted(structure, tuple(constants), arrays)
+        return jax.tree.map(lambda result: vary_like(result, arrays), results)
+
+    return wrapped
 
 
 def layout_of(size: int) -> Any:

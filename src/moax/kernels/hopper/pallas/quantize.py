@@ -25,13 +25,13 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.ptx import launch
+from moax.kernels.hopper.pallas.ptx import launch, trace_once
 from moax.kernels.scales import DTYPES, to_scale
-from moax.mesh.collectives import varying, with_vma_of_inputs
+from moax.mesh.collectives import varying
 from moax.recipe import Format
 
 
-@with_vma_of_inputs
+@trace_once
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), fprop_or_dgrad: bool = True, wgrad: bool = True,
@@ -114,7 +114,7 @@ def quantize_rows(
     return operand, wgrad_operand
 
 
-@with_vma_of_inputs
+@trace_once
 def quantize_weight(w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool) -> KMajorFp8:
     """Quantizes weights in 128 x 128 blocks, as they lie or transposed.
 

@@ -23,6 +23,7 @@ from moax.kernels.hopper.formats import HALF, Blocks, KMajorFp8, data_of
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import PIECE, Ring
+from moax.kernels.hopper.pallas.ptx import trace_once
 from moax.kernels.hopper.pallas.stages import (
     LINE,
     ROWS,
@@ -33,10 +34,9 @@ from moax.kernels.hopper.pallas.stages import (
     swizzle_of,
     swizzled,
 )
-from moax.mesh.collectives import with_vma_of_inputs
 
 
-@with_vma_of_inputs
+@trace_once
 def grouped_wgrad(
     x: Float[Array, "R K"] | KMajorFp8, dy: Float[Array, "S N"] | KMajorFp8, blocks: Blocks,
     tile: TileConfig, *, gather_idx: Int[Array, " M"] | None = None, gathers: str = "x",
