@@ -40,7 +40,7 @@ _PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\}|\{\})")
 # a tuple are the tuple of its members' sources.
 Array = tuple[str, str, int]
 Source = int | Array
-Sources = frozenset[Source] | tuple["Sources", ...]
+type Sources = frozenset[Source] | tuple[Sources, ...]
 
 _NONE: frozenset[Source] = frozenset()
 _ENDS = {
