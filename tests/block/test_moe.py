@@ -368,7 +368,7 @@ def test_any_leading_dims(leading):
 
 def test_bfloat16():
     """Breaks if compute leaves x.dtype, or a gradient leaves its primal's dtype. The oracle has the rounded tokens:
-    what is left is the rounding of products and of their operands."""
+    what is left is the rounding of matmuls and of their operands."""
     x = make_x(BASE).astype(jnp.bfloat16)
     params = make_params(BASE)
 

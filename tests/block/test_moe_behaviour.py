@@ -220,21 +220,21 @@ def test_scan_remat_and_names(way, policy):
             assert rel_norm(getattr(got, name)[i], value) < 2e-5, (i, name)
 
 
-def test_names_spare_the_products():
+def test_names_spare_the_matmuls():
     """Breaks if the exported names do not cover what backward needs, so that saving them still recomputes forward."""
     x = jnp.asarray(random(1, T, CONFIG.d_model))
     params = make_params(CONFIG)
 
-    def products(policy):
+    def matmuls(policy):
         f = jax.checkpoint(lambda x, p: moax.moe(x, p, CONFIG)[0], policy=policy)
         step = jax.value_and_grad(lambda x, p: f(x, p).sum(), (0, 1))
         return jax.jit(step).lower(x, params).as_text().count("stablehlo.dot_general")
 
     policies = jax.checkpoint_policies
-    saved = products(policies.save_only_these_names(*moax.CHECKPOINT_NAMES))
-    assert saved <= products(policies.everything_saveable) + 1  # the router's logits
+    saved = matmuls(policies.save_only_these_names(*moax.CHECKPOINT_NAMES))
+    assert saved <= matmuls(policies.everything_saveable) + 1  # the router's logits
     # x wi is saved; nothing in backward needs a wo.
-    assert saved <= products(policies.nothing_saveable) - 1
+    assert saved <= matmuls(policies.nothing_saveable) - 1
 
 
 @pytest.mark.more

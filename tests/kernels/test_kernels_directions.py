@@ -32,7 +32,7 @@ def results(jaxpr):
     mark_rest([("forward", (1, 0)), ("again", (2, 2)), ("gradient", (2, 2)), ("kept", (2, 2)), ("frozen", (2, 0))], 1),
 )
 def test_makes_what_is_taken(monkeypatch, what, want):
-    """Breaks if the rows of x or dy are quantized in a direction that no product takes: that is a third to a half of
+    """Breaks if the rows of x or dy are quantized in a direction that no matmul takes: that is a third to a half of
     the time of their kernel."""
     pretend(monkeypatch)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
@@ -57,8 +57,8 @@ def test_makes_what_is_taken(monkeypatch, what, want):
 
 
 @pytest.mark.parametrize(("d_ff", "sorts"), [(1536, False), (1600, True), (96, True)])
-def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
-    """Breaks if the products of narrow experts get rows that lie sorted, which is slower, or if forward keeps sorted
+def test_sorts_rows_where_matmuls_do_not_gather(monkeypatch, d_ff, sorts):
+    """Breaks if the matmuls of narrow experts get rows that lie sorted, which is slower, or if forward keeps sorted
     rows for backward; or if those of wide experts, or of a width that is no multiple of 64, gather."""
     pretend(monkeypatch)
     config = dataclasses.replace(CONFIG, d_ff=d_ff)
@@ -70,7 +70,7 @@ def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
         return jnp.sum(moax.moe(x, params, config, kernels="hopper")[0].astype(jnp.float32))
 
     shapes = [v.aval.shape for eqn in kernels_of(jax.make_jaxpr(jax.grad(run))(x, params).jaxpr) for v in eqn.outvars]
-    # The results of products are o, and the gradient of the sorted rows.
+    # The results of matmuls are o, and the gradient of the sorted rows.
     assert shapes.count(rows) == 2 + 2 * sorts
     saved = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
     assert [v.shape for v in saved].count(rows) == sorts

@@ -1,6 +1,6 @@
 """The copies of gathered rows: their PTX, run in NumPy against a gather, since the interpreter knows no PTX.
 
-Covers: stages of 64 and 128 rows x widths; on a Hopper GPU, products x groups x widths, with a total, under vmap.
+Covers: stages of 64 and 128 rows x widths; on a Hopper GPU, matmuls x groups x widths, with a total, under vmap.
 """
 
 import jax
@@ -60,7 +60,7 @@ def test_copies(rows, columns, width, column, dtype):
 
 @pytest.mark.parametrize(("swizzle", "stages"), [(64, 4), (128, 2)])
 def test_stages_that_hold_no_gathered_rows(swizzle, stages):
-    """Breaks if a product waits forever for its stages, or reads another swizzle, rather than that it refuses."""
+    """Breaks if a matmul waits forever for its stages, or reads another swizzle, rather than that it refuses."""
     with pytest.raises(Unsupported, match="a gather has"):
         gather.check_gather(swizzle, TileConfig(256, stages))
 
@@ -84,8 +84,8 @@ MANY = {"many": tuple(int(n) for n in np.random.default_rng(0).integers(0, 5, 16
     ),
     ids=lambda value: str(value) if isinstance(value, tuple) else "-".join(value),
 )
-def test_products_that_gather(draws, widths):
-    """Breaks if a product that gathers has other bits than one of rows that lie sorted: a source of another step, tile
+def test_matmuls_that_gather(draws, widths):
+    """Breaks if a matmul that gathers has other bits than one of rows that lie sorted: a source of another step, tile
     or group, a stage that is read before its rows are there or written before they are used, padding or rows without a
     source that are not 0, or a token that no row refers to, which is NaN here. The last group ends where the rows
     end."""
@@ -102,7 +102,7 @@ def test_products_that_gather(draws, widths):
     total = random(3, experts, width, columns)
 
     @jax.jit
-    def products(sizes, source, *operands):
+    def matmuls(sizes, source, *operands):
         groups = local.find_groups(sizes, HALF, num_rows)
 
         def multiply(rows, w, turned, beside, total):
@@ -135,7 +135,7 @@ def test_products_that_gather(draws, widths):
             source[start : start + n] = np.random.default_rng(n).integers(1, tokens, n)
         source[np.flatnonzero(source < tokens)[:1]] = tokens + 7  # a real row without a source
         for _ in range(3):  # a race need not show at once
-            results = products(np.int32(sizes), source, x, w, turned, beside, total)
+            results = matmuls(np.int32(sizes), source, x, w, turned, beside, total)
             for want, *got in zip(*results, strict=True):
                 for value in got:
                     np.testing.assert_array_equal(np.float32(value), np.float32(want))

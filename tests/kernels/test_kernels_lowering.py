@@ -104,7 +104,7 @@ SHORT = len(TOTALS) + len(CASES) // 12
 def test_lowers(name):
     """A kernel that some width or tile breaks fails on the user's GPU, at the first step."""
     if name.startswith("matmul_activate") and not MERGES_DIMS:
-        pytest.skip("products and activations are two kernels on this version of JAX")
+        pytest.skip("matmuls and activations are two kernels on this version of JAX")
     fn, operands = CASES[name]
 
     def is_shape(v) -> bool:

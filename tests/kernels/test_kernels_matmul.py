@@ -1,6 +1,6 @@
-"""The kernels of products, in interpret mode on small cases.
+"""The kernels of matmuls, in interpret mode on small cases.
 
-Covers: products and both gradients, bf16 and FP8, x tiles.
+Covers: matmuls and both gradients, bf16 and FP8, x tiles.
 """
 
 import jax
@@ -130,10 +130,10 @@ def test_waves_take_each_round_once(waves):
     mark_rest([("wgrad", 3), ("matmul", 3), ("wgrad_fp8", 2)], 1),
 )
 def test_waves_leave_the_bits(op, waves):
-    """Breaks if a product differs in a bit, or a tile is left out, where its tiles are handed out in several waves."""
+    """Breaks if a matmul differs in a bit, or a tile is left out, where its tiles are handed out in several waves."""
     blocks, _, real = layout()
 
-    def product(waves):
+    def multiply(waves):
         tile = TileConfig(64, 2, 2, waves=waves)
         if op == "matmul":
             x = jnp.asarray(random(0, ROWS, 64), jnp.bfloat16)
@@ -146,7 +146,7 @@ def test_waves_leave_the_bits(op, waves):
         x, dy = (KMajorFp8(quantized(i, 128, ROWS), scales(i, ROWS // BLOCK, 128)) for i in (0, 1))
         return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy, races=False)
 
-    np.testing.assert_array_equal(product(waves), product(1))
+    np.testing.assert_array_equal(multiply(waves), multiply(1))
 
 
 def test_odd_chunks():

@@ -1,7 +1,7 @@
-"""The product with the activation in its epilogue, in interpret mode and on a Hopper GPU.
+"""The matmul with the activation in its epilogue, in interpret mode and on a Hopper GPU.
 
 Covers: gated and not, columns that end inside a tile, groups at multiples of 64 rows, waves; on a GPU, the bits of a
-product and of the activation's kernel, gathered and sorted rows.
+matmul and of the activation's kernel, gathered and sorted rows.
 """
 
 import jax
@@ -65,7 +65,7 @@ def test_refuses_other_tiles():
         grouped_matmul_activate(x, w, blocks, TileConfig(192, 4), ACTS["swiglu"])
 
 
-def test_without_merged_dims_the_product_is_alone(monkeypatch):
+def test_without_merged_dims_the_matmul_is_alone(monkeypatch):
     """Breaks if a version of JAX whose Mosaic cannot compile the kernel gets it."""
     local = implementation("hopper")
     sizes = jnp.array([100, 28], jnp.int32)
@@ -74,10 +74,10 @@ def test_without_merged_dims_the_product_is_alone(monkeypatch):
 
     def names():
 
-        def product(x, w):
+        def matmul(x, w):
             return local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)
 
-        return str(jax.make_jaxpr(product)(*operands))
+        return str(jax.make_jaxpr(matmul)(*operands))
 
     assert hopper.MERGES_DIMS == ("grouped_matmul_activate" in names())
     monkeypatch.setattr(hopper, "MERGES_DIMS", False)
@@ -92,7 +92,7 @@ def test_without_merged_dims_the_product_is_alone(monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_bits_are_those_of_two_kernels(name, widths):
-    """Breaks if the epilogue rounds h or a in another place than the product and the activation's kernel do, or a race
+    """Breaks if the epilogue rounds h or a in another place than the matmul and the activation's kernel do, or a race
     between its stores shows: on rows that lie sorted, on gathered rows, and under vmap."""
     local = implementation("hopper")
     width, hidden = widths
@@ -107,7 +107,7 @@ def test_bits_are_those_of_two_kernels(name, widths):
     )
 
     @jax.jit
-    def products(sizes, source, x, w):
+    def matmuls(sizes, source, x, w):
         groups = local.find_groups(sizes, 64, rows)
         source = jnp.where(groups.real, source, tokens)
 
@@ -129,6 +129,6 @@ def test_bits_are_those_of_two_kernels(name, widths):
     for sizes in draws:
         source = np.random.default_rng(0).integers(0, tokens, rows).astype(np.int32)
         for _ in range(3):  # a race need not show at once
-            want, *results = jax.tree.map(np.float32, products(np.int32(sizes), source, x, w))
+            want, *results = jax.tree.map(np.float32, matmuls(np.int32(sizes), source, x, w))
             for got in results:
                 jax.tree.map(np.testing.assert_array_equal, got, want)

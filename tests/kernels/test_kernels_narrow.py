@@ -4,7 +4,7 @@ A tile may end past the end of an array, where the copy engine writes nothing an
 which the array has one box, and with them the index, so that a copy past their end would reach that box. Pallas'
 interpreter has no boxes, and does not show it.
 
-Covers: the products x widths of one box, and of a few; gathers of one row.
+Covers: the matmuls x widths of one box, and of a few; gathers of one row.
 """
 
 import jax
@@ -85,8 +85,8 @@ def k_major(dtype, *shape):
 SIZES = struct(jnp.int32, E)
 
 
-def products(k: int, n: int):
-    """{name: (function, operands)} of each product [M, k] x [E, k, n], and of its gradients."""
+def matmuls(k: int, n: int):
+    """{name: (function, operands)} of each matmul [M, k] x [E, k, n], and of its gradients."""
 
     def blocks(sizes, align=64):
         return make_blocks(sizes, M, align)
@@ -140,11 +140,11 @@ def products(k: int, n: int):
     return results
 
 
-@pytest.mark.parametrize("name", products(64, 64))
+@pytest.mark.parametrize("name", matmuls(64, 64))
 def test_stores_past_the_end(dropped, name):
-    """Breaks if a tile that is wider than a product overwrites the product: blocks of 64 or 32 columns were zeros."""
+    """Breaks if a tile that is wider than a matmul overwrites the matmul: blocks of 64 or 32 columns were zeros."""
     for k, n in ((64, 64), (96, 32), (32, 64)):
-        fn, operands = products(k, n).get(name, (None, ()))
+        fn, operands = matmuls(k, n).get(name, (None, ()))
         if fn is not None:
             assert not dropped(fn, *operands).get("store"), (k, n)
 

@@ -4,7 +4,7 @@ in Pallas' interpreter a few small ones.
 A test on a GPU compiles one program. Its time is that of the compiler, so what may vary at run time (the sizes of
 groups, the routing, what padding holds) is an operand, and the numbers to compare with are NumPy's.
 
-Covers: products x sizes of groups x widths x recipes, with gradients; the block x recipes x widths x routings, with
+Covers: matmuls x sizes of groups x widths x recipes, with gradients; the block x recipes x widths x routings, with
 prequantized weights, overflow rounds and a capacity; types inside a shard_map; the choice of kernels and its reasons.
 """
 
@@ -38,9 +38,9 @@ from support import (
 )
 from support.bits import differing
 from support.gpus import dirty, pretend
+from support.matmuls import PATTERNS, problem
 from support.oracle.block import block as block_by_numpy
 from support.oracle.ops import choose_experts, first_rows, grouped_matmul_vjp
-from support.products import PATTERNS, problem
 
 pytestmark = [pytest.mark.loose]
 gpu = pytest.mark.gpu
@@ -77,7 +77,7 @@ def narrow(*values):
 
 
 def check_grouped(mosaic, draws, align, width, columns, recipe, bias=True):
-    """A product and its gradients by the kernels, for each draw of the sizes of as many groups, in one program."""
+    """A matmul and its gradients by the kernels, for each draw of the sizes of as many groups, in one program."""
 
     def gradients(sizes, x, w, dy, *bias):
         fn = lambda x, w, *bias: grouped_matmul(  # noqa: E731
@@ -275,7 +275,7 @@ BLOCKS = {
         use_bias=True,
     ),
     "narrow": dict(d_model=768, d_ff=96, num_experts=128, top_k=8),
-    # Products narrower than a tile, in each direction; see benchmarks/LOG.md, 2026-11-24.
+    # Matmuls narrower than a tile, in each direction; see benchmarks/LOG.md, 2026-11-24.
     "H 64": dict(d_model=64, d_ff=192, num_experts=8, top_k=2, use_bias=True),
     "H 96": dict(
         d_model=96,
@@ -385,7 +385,7 @@ def check_block(mosaic, config, tokens, recipe, kind="", commons=(0.0,)):
 )
 def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
     """The whole way of the data through the kernels: permuted or gathered, quantized both ways, multiplied, activated
-    by the product or after it. Narrow widths have a bias."""
+    by the matmul or after it. Narrow widths have a bias."""
     config = dict(
         d_model=128,
         d_ff=d_ff,

@@ -139,7 +139,7 @@ COVER = Table(
 @pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(0, short=12))
 def test_on_mesh(way, mesh, layout, recipe):
     """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side.
-    Products are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
+    Matmuls are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
     weight those of the whole matrix (K = 256 over 8 cuts every block of 128)."""
     sizes = {} if recipe is None else dict(width=256, columns=(256,))
     p, (x, w, b, dy) = on_mesh(way, mesh, layout, recipe, **sizes)

@@ -35,8 +35,8 @@ from support import (
     size,
     spec,
 )
+from support.matmuls import PATTERNS, problem
 from support.oracle.ops import grouped_matmul_vjp
-from support.products import PATTERNS, problem
 
 
 def vjp(x, w, sizes, bias, dy, **options):
@@ -72,7 +72,7 @@ def test_group_sizes(pattern, align, columns):
 @pytest.mark.parametrize("recipe", (None, "fp8_block"))
 def test_bfloat16(recipe):
     """Computed and returned in bfloat16, summed in float32: within half an ulp, 2^-9 of the largest, of the exact sums
-    of rounded operands, for each of product, bias and their sum; gradients of float32 weights and biases are
+    of rounded operands, for each of matmul, bias and their sum; gradients of float32 weights and biases are
     float32."""
     sizes = (7, 130, 0, 40)
     align = get_recipe(recipe).row_alignment
@@ -111,7 +111,7 @@ ORIENTED = Recipe(*[Format(block=32)] * 3)
 @pytest.mark.parametrize("columns", [(96,), (2, 40)], ids=str)
 @pytest.mark.parametrize("recipe", [*RECIPES, "oriented"])
 def test_recipes_against_fake_quantized_operands(recipe, columns):
-    """Each product is the exact one of operands quantized along its own contracted dim, to float32's sums: edge blocks
+    """Each matmul is the exact one of operands quantized along its own contracted dim, to float32's sums: edge blocks
     (K = 200), groups whose last block of rows is half padding, empty groups. NaN in padding reaches no scale."""
     recipe = RECIPES.get(recipe, ORIENTED)
     sizes = (70, 0, 128, 1)
@@ -326,7 +326,7 @@ def test_collectives(way, recipe, layout):
           *itertools.product(("shard_map",), ("tp columns and fsdp", "tp rows and fsdp"))], 2),
 )  # fmt: skip
 def test_width_stays_split(way, layout):
-    """Over tp nothing is gathered: the product that contracts the split dim sums its rows over tp, the other needs
+    """Over tp nothing is gathered: the matmul that contracts the split dim sums its rows over tp, the other needs
     none."""
     columns = (2, 64) if layout.startswith("tp columns") else (64,)
     p, *_ = place_on_mesh(way, "tp2x2x2", layout, width=32, columns=columns, largest=3)

@@ -185,7 +185,7 @@ def test_not_finite_stays_where_it_is(name, value):
 
 
 def test_bfloat16_operand():
-    """Quantized from its float32 value, as the products of a bfloat16 model need."""
+    """Quantized from its float32 value, as the matmuls of a bfloat16 model need."""
     x = jnp.asarray(wide_range(5, 8, 200)).astype(jnp.bfloat16)
     np.testing.assert_array_equal(quantize(x).data, quantize(x.astype(jnp.float32)).data)
 
@@ -246,8 +246,8 @@ def test_each_group_is_quantized_by_itself(name):
     assert np.isfinite(dequantize(q)).all()
 
 
-def test_is_what_a_product_multiplies():
-    """Breaks if rows quantized here and multiplied differ from a product that quantizes: the same dw."""
+def test_is_what_a_matmul_multiplies():
+    """Breaks if rows quantized here and multiplied differ from a matmul that quantizes: the same dw."""
     x, _ = dirty(2)
     sizes = jnp.asarray(GROUPS)
     recipe = Recipe(Format(block=8), None, None)

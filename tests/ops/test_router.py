@@ -76,8 +76,8 @@ def test_one_device(dtypes):
 
 
 @pytest.mark.parametrize("of_w", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_products_are_of_bfloat16(of_w):
-    """A float32 product of these runs 20 times slower on a GPU."""
+def test_matmuls_are_of_bfloat16(of_w):
+    """A float32 matmul of these runs 20 times slower on a GPU."""
     x, w, d = operands(jnp.bfloat16, of_w)
     step = jax.jit(lambda x, w, d: jax.vjp(router_logits, x, w)[1](d))
     text = step.lower(x, w, d).as_text()

@@ -343,7 +343,7 @@ def test_links():
     on = HARDWARE["h200"]
     assert (estimated.link(("ep",)), estimated.link(("fsdp",))) == (on.nvlink, on.network)
     alone = estimate(SHARED, {}, 64, kernels="xla")
-    assert alone.transfers == {} and set(alone.times) == {"products", "device memory"}
+    assert alone.transfers == {} and set(alone.times) == {"matmuls", "device memory"}
 
 
 @pytest.mark.parametrize(

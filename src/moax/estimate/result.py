@@ -138,9 +138,9 @@ class Estimate:
     @property
     def times(self) -> dict[str, float]:
         """The seconds of the matmuls, of device memory, and of the collectives of each scope, all layers together."""
-        products = self.operations / self._rate_of_products
+        matmuls = self.operations / self._rate_of_matmuls
         traffic = self.microbatches * self.traffic + self.once.traffic
-        times = {"products": self.microbatches * products, "device memory": traffic / self.hardware.hbm}
+        times = {"matmuls": self.microbatches * matmuls, "device memory": traffic / self.hardware.hbm}
         for scope, transfers in self._sent.items():
             times[scope] = sum(transfer.bytes / self.link(transfer.axes) for transfer in transfers)
         return {name: self.layers * seconds for name, seconds in times.items()}
@@ -154,7 +154,7 @@ class Estimate:
         return sent
 
     @property
-    def _rate_of_products(self) -> float:
+    def _rate_of_matmuls(self) -> float:
         """The operations/s of matmuls."""
         if self.plan.kernels == "xla":
             return self.hardware.xla

@@ -1,4 +1,4 @@
-"""Grouped products by XLA against NumPy in float64, for groups of every awkward size."""
+"""Grouped matmuls by XLA against NumPy in float64, for groups of every awkward size."""
 
 import functools
 
@@ -27,7 +27,7 @@ SIZES = {
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def run(x, w, dy, bias, sizes, align, dtype):
-    """All products of one set of operands."""
+    """All matmuls of one set of operands."""
     groups = find_groups(sizes, align, x.shape[0])
     return {
         "matmul": xla.matmul(x, w, groups, dtype),
@@ -48,7 +48,7 @@ def run(x, w, dy, bias, sizes, align, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("align", [1, 32])
 @pytest.mark.parametrize("case", SIZES)
-def test_products(case, align, dtype):
+def test_matmuls(case, align, dtype):
     """Breaks if a row takes another group's weight or none, if padding, the tail or the weight of an empty group
     reaches a result, or if a window that is moved back from the end loses a row."""
     sizes = np.asarray(SIZES[case])
@@ -90,7 +90,7 @@ def test_products(case, align, dtype):
 
 
 def test_one_group():
-    """Breaks if rows without groups, as a shared expert has them, are not one plain product."""
+    """Breaks if rows without groups, as a shared expert has them, are not one plain matmul."""
     x, w, dy, bias = (jnp.asarray(np.random.default_rng(3).standard_normal(s), jnp.float32) for s in SHAPES)
     results = run(x, w, dy, bias, None, 1, jnp.float32)
     np.testing.assert_allclose(results["biased"], x @ w[0] + bias, rtol=1e-5, atol=1e-5)
@@ -104,8 +104,8 @@ SHAPES = ((6, 4), (1, 4, 3), (6, 3), (1, 3))
 
 @pytest.mark.parametrize("case", [c for c in SIZES if sum(SIZES[c]) <= 1024])
 def test_work_is_proportional_to_rows(case, monkeypatch):
-    """Breaks if a product runs all groups on all rows, as `lax.ragged_dot` does on CPU, or if memory holds such a
-    product: every product is counted, the loop over groups unrolled."""
+    """Breaks if a matmul runs all groups on all rows, as `lax.ragged_dot` does on CPU, or if memory holds such a
+    matmul: every matmul is counted, the loop over groups unrolled."""
     rows = []
 
     def counting(a, b, contract, *dtype, plain=xla._dot):
