@@ -51,7 +51,7 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then run the short suite (8 minutes on two cores, install included; 5 the next time); it ends with a table of what it covered
+test: lint ## lint, then run the short suite (9 to 13 minutes on two cores, install included); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly
@@ -66,7 +66,7 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 # `make test` checks annotations at every call, which takes a twelfth of its time; these suites do not.
 test-more test-versions test-next: export MOAX_TEST_ANNOTATIONS = 0
 
-test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (20 minutes on two cores)
+test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (20 to 30 minutes on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu" --ignore $(LOWERING)
 	$(BIN)/python scripts/mutants.py
 	$(MAKE) test-versions
