@@ -174,16 +174,18 @@ def test_which_fall_back():
 )
 def test_lowers_for_cuda(name, width):
     """Breaks if Mosaic does not lower an operation that `KNOWN` says it knows, a width of a model, or one of tiles of
-    32, 64 or 128 columns; or if a width does not fit in SMEM. The kernel of a gradient computes the activation too."""
+    32, 64 or 128 columns; or if a width does not fit in SMEM. All kernels are lowered for one activation with a gate
+    and one without; the others are lowered in the kernel of the gradient, which computes the activation too."""
     act = activation_of(name)
     gated = gates_of(name) == 2
     pow2 = Format("e5m2", scale="pow2")
     h, d_a = (jax.ShapeDtypeStruct((512, width * n), jnp.bfloat16) for n in (1 + gated, 1))
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     weights = jax.ShapeDtypeStruct((512,), jnp.float32)
-    forward = [kernels.activate_rows] if name == "swiglu" else []
+    in_all_kernels = name in ("swiglu", "relu2")
+    forward = [kernels.activate_rows] if in_all_kernels else []
     backward = [(kernels.activate_grad_rows, {})]
-    if width % 128 == 0 and name == "swiglu":
+    if width % 128 == 0 and in_all_kernels:
         forward.append(kernels.activate_quantize)
         backward.append((kernels.activate_grad_quantize, dict(of_a=pow2, of_h=pow2)))
     for fn in forward:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from moax.kernels.groups import find_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
@@ -14,7 +16,9 @@ from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.stages import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from support import interpret, mark_rest, random, rel_error
+from moax.mesh.collectives import varying
+from support import interpret, lower, mark_rest, random, rel_error
+from support.interpreter import KERNEL
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -68,7 +72,7 @@ def test_blocks_hold_every_row_once(sizes, align):
 
 
 def test_a_program_has_a_kernel_once():
-    """Layers of one shape would lower the kernels of each layer again: twice the time for eight layers."""
+    """Breaks if matmuls of one shape are lowered each for itself: eight layers then take twice the time to compile."""
     blocks = layout()[0]
     w = jnp.zeros((len(SIZES), 256, 256), jnp.bfloat16)
 
@@ -78,9 +82,26 @@ def test_a_program_has_a_kernel_once():
         return x
 
     x = jnp.zeros((ROWS, 256), jnp.bfloat16)
-    program = jax.jit(layers).trace(x, w, w, w).lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("mosaic_gpu_v2") == 1
+    program = lower(layers, x, w, w, w)
+    assert program.count(KERNEL) == 1
     assert program.count("call @grouped_matmul") == 3
+
+
+def test_results_vary_as_operands_do():
+    """Breaks if the type of a kernel's result says that the result is equal on every device: a `shard_map` with
+    `check_vma` would believe it, and give every device the rows of one."""
+    blocks = layout()[0]
+
+    def multiply(x, w):
+        y = grouped_matmul(x, w, blocks, TileConfig(64, 2, 2))
+        assert varying(y) == {"fsdp"}
+        return y
+
+    x = jax.ShapeDtypeStruct((2 * ROWS, 256), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((len(SIZES), 256, 256), jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("fsdp",), (AxisType.Auto,))
+    y = jax.eval_shape(jax.shard_map(multiply, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=P("fsdp")), x, w)
+    assert y.shape == x.shape
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def matmuls(k: int, n: int):
 
 @pytest.mark.parametrize("name", matmuls(64, 64))
 def test_stores_past_the_end(dropped, name):
-    """Breaks if a tile that is wider than a matmul overwrites the matmul: blocks of 64 or 32 columns were zeros."""
+    """Breaks if a tile that is wider than a result overwrites the result: blocks of 64 or 32 columns were zeros."""
     for k, n in ((64, 64), (96, 32), (32, 64)):
         fn, operands = matmuls(k, n).get(name, (None, ()))
         if fn is not None:

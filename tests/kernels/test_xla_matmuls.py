@@ -104,8 +104,8 @@ SHAPES = ((6, 4), (1, 4, 3), (6, 3), (1, 3))
 
 @pytest.mark.parametrize("case", [c for c in SIZES if sum(SIZES[c]) <= 1024])
 def test_work_is_proportional_to_rows(case, monkeypatch):
-    """Breaks if a matmul runs all groups on all rows, as `lax.ragged_dot` does on CPU, or if memory holds such a
-    matmul: every matmul is counted, the loop over groups unrolled."""
+    """Breaks if a matmul runs all groups on all rows, as `lax.ragged_dot` does on CPU, or if memory holds the
+    result of one: every matmul is counted, the loop over groups unrolled."""
     rows = []
 
     def counting(a, b, contract, *dtype, plain=xla._dot):
@@ -118,7 +118,7 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
     groups = find_groups(sizes, 1, M)
     x, w, dy = (jnp.ones(shape, jnp.float32) for shape in ((M, K), (E, K, N), (M, N)))
     held = sum(next(c for c in CAPACITIES if c >= size) for size in SIZES[case])
-    for product in (
+    for multiply in (
         lambda: xla.matmul(x, w, groups, jnp.float32),
         lambda: xla.matmul(dy, w, groups, jnp.float32, transpose=True),
         lambda: xla.wgrad(x, dy, groups, jnp.float32),
@@ -126,9 +126,9 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
     ):
         rows.clear()
         with jax.disable_jit():
-            product()
+            multiply()
         assert sum(rows) == held
-        assert largest(jax.make_jaxpr(product)().jaxpr) <= max(M * N, E * K * N)
+        assert largest(jax.make_jaxpr(multiply)().jaxpr) <= max(M * N, E * K * N)
 
 
 def largest(jaxpr):

@@ -17,7 +17,7 @@ from support.oracle.block import Layout, Result
 from support.oracle.block import block as block_by_numpy
 from support.programs import Program, program
 
-# float32: sums in another order; on a mesh, over devices too. Quantized: against products of rounded operands, where a
+# float32: sums in another order; on a mesh, over devices too. Quantized: against matmuls of rounded operands, where a
 # value between two values of the format may be rounded to the other one.
 ONE_DEVICE, MESH, QUANTIZED = 2e-6, 5e-6, 3e-3
 BASE = moax.MoEConfig(

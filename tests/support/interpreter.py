@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # JAX keeps the traces of kernels. A trace of one number here is not taken for another, whatever was patched for it.
 TRACES = jax.make_user_context()
 NUMBERS = itertools.count()
+KERNEL = "mosaic_gpu_v2"  # the name of each call of a kernel in StableHLO
 
 
 def take(ref, index):
@@ -124,12 +125,13 @@ def flattened_operands() -> Iterator[None]:
         yield
 
 
-def lower(fn: Callable, *args) -> None:
-    """Lowers fn(*args) for CUDA; raises where Mosaic refuses it, or where no kernel is in it."""
+def lower(fn: Callable, *args) -> str:
+    """The StableHLO of fn(*args), lowered for CUDA; raises where Mosaic refuses it, or where no kernel is in it."""
     with TRACES(next(NUMBERS)):
-        lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
-    if "mosaic_gpu_v2" not in lowered.as_text():
+        program = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    if KERNEL not in program:
         raise AssertionError("no kernel was lowered")
+    return program
 
 
 def kernels_of(jaxpr) -> Iterator:

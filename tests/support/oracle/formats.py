@@ -120,7 +120,7 @@ def fake_operands(
     tp_dim: int | None = None,
     tp: int = 1,
 ):
-    """Returns what the products see of x [M, K], w [E, K, *C] and dy [M, *C], each rounded along the dim that is
+    """Returns what the matmuls see of x [M, K], w [E, K, *C] and dy [M, *C], each rounded along the dim that is
     contracted:
 
         (x, w) of forward, (x of wgrad, w of dgrad), (dy of dgrad, dy of wgrad)

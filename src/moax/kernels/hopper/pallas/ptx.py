@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, Num
 from moax.mesh.collectives import vary_like
 
 THREADS = 128  # the threads of a warpgroup
-ARRAYS = (jax.Array, np.ndarray)
+ARRAYS = (jax.Array, np.ndarray)  # the arguments of a kernel that are traced; the others are static
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 # Before jax 0.12 every store of an array to a reference may be unoptimized.
 store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))
@@ -61,11 +61,12 @@ def launch(
 
 
 def trace_once[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Wraps a function that calls a kernel: a program traces and lowers it once for equal arguments.
+    """Wraps a function that calls a kernel: a module of StableHLO has the kernel once for equal arguments.
 
-    Four layers that call the wrapped function with the same shapes have one kernel. The types of its results vary over
-    the same mesh axes as its operands: JAX types the results of a kernel as equal on every device, which `shard_map`
-    with `check_vma` would believe.
+    Without it the layers of a model that JAX differentiates in different ways would each have kernels of their own.
+
+    The types of the results vary over the same mesh axes as the operands. JAX types the results of a kernel as equal on
+    every device, which `shard_map` with `check_vma` would believe.
     """
 
     def call_leaves(structure: Any, constants: tuple[Any, ...], arrays: list[Array | None]) -> R:
